@@ -1,0 +1,1 @@
+//! The node agent: the FUSE mount over vfs.

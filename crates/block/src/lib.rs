@@ -1,0 +1,1 @@
+//! The data server: immutable blocks in recycled segments on local disks.

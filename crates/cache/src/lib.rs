@@ -1,0 +1,1 @@
+//! What this node keeps of blocks, and the one fetch in flight for each piece.

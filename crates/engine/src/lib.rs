@@ -1,0 +1,1 @@
+//! The ordered log of metadata batches and its local replica; synchronous.

@@ -1,0 +1,1 @@
+//! The metadata service: namespace, sessions, leases, members.

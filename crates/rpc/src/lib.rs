@@ -1,0 +1,1 @@
+//! Both ends of a connection: frames, handshake, deadlines, cancellation.

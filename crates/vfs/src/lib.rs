@@ -1,0 +1,1 @@
+//! POSIX meaning without FUSE: handles, leases, the write path.

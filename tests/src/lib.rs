@@ -1,0 +1,1 @@
+//! The harness for real processes under test.
