@@ -4,6 +4,7 @@
 //! - Numbers of fields, codes and methods are on the wire and on disk: they are added, never reused.
 //! - Decoding takes no memory that the input does not pay for.
 
+pub mod chunk;
 pub mod clock;
 pub mod disk;
 pub mod fault;
