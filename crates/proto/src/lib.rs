@@ -4,11 +4,15 @@
 //! - Numbers of fields, codes and methods are on the wire and on disk: they are added, never reused.
 //! - Decoding takes no memory that the input does not pay for.
 
+pub mod attr;
 pub mod chunk;
 pub mod clock;
 pub mod disk;
+pub mod extent;
 pub mod fault;
 pub mod ids;
+pub mod layout;
+pub mod msg;
 
 pub use fault::{Code, Fault, Result};
 pub use ids::*;
