@@ -1,0 +1,370 @@
+//! A folder of the local file system as a [`Disk`].
+//!
+//! Plain positioned I/O on descriptors opened with O_CLOEXEC; nothing is cached here. Whoever owns a folder opens it
+//! with [`LocalDisk::open_locked`], so that a second process on the same folder fails at start with a clear sentence.
+//!
+//! # Invariants
+//! - `sync` is fdatasync: the bytes and the length are durable, the name is not; `sync_names` makes names durable.
+//! - Names are flat: a name with a slash never reaches the kernel.
+//! - The lock is held while the disk or any clone of its `Arc` lives; the kernel drops it when the process dies.
+
+#![allow(unsafe_code)]
+
+use std::ffi::CString;
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use torchfs_proto::disk::{Advice, Disk, DiskFile, Space};
+
+/// The name of the lock file; it is not part of [`Disk::list`].
+const LOCK: &str = "LOCK";
+
+/// One folder of the machine.
+#[derive(Debug)]
+pub struct LocalDisk {
+    dir: PathBuf,
+    /// The folder itself, open for syncing its names.
+    folder: File,
+    /// Held, never read: the lock ends with it.
+    _lock: Option<File>,
+}
+
+impl LocalDisk {
+    /// Opens the folder, making it if it is missing. Others may have it open too.
+    pub fn open(dir: impl AsRef<Path>) -> io::Result<LocalDisk> {
+        let dir = dir.as_ref().to_path_buf();
+        make_dir_durably(&dir).map_err(|e| named(&dir, "cannot make the folder", e))?;
+        let folder = File::open(&dir).map_err(|e| named(&dir, "cannot open the folder", e))?;
+        Ok(LocalDisk { dir, folder, _lock: None })
+    }
+
+    /// Opens the folder for this process alone. Fails with [`io::ErrorKind::WouldBlock`] if another one holds it.
+    pub fn open_locked(dir: impl AsRef<Path>) -> io::Result<LocalDisk> {
+        let mut disk = LocalDisk::open(dir)?;
+        let path = disk.dir.join(LOCK);
+        let lock = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+            .map_err(|e| named(&path, "cannot open the lock file", e))?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                return Err(io::Error::new(
+                    io::ErrorKind::WouldBlock,
+                    format!(
+                        "the folder {} is in use by another process; stop that one or choose another folder",
+                        disk.dir.display()
+                    ),
+                ));
+            }
+            Err(TryLockError::Error(e)) => return Err(named(&path, "cannot lock", e)),
+        }
+        disk._lock = Some(lock);
+        Ok(disk)
+    }
+
+    /// Where it is.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    fn path(&self, name: &str) -> io::Result<PathBuf> {
+        if name.is_empty() || name == "." || name == ".." || name == LOCK || name.contains(['/', '\0']) {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("{name:?} is no name for a file here"),
+            ));
+        }
+        Ok(self.dir.join(name))
+    }
+}
+
+impl Disk for LocalDisk {
+    fn open(&self, name: &str) -> io::Result<Arc<dyn DiskFile>> {
+        let path = self.path(name)?;
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(&path)
+            .map_err(|e| named(&path, "cannot open", e))?;
+        Ok(Arc::new(LocalFile { file }))
+    }
+
+    fn create(&self, name: &str) -> io::Result<Arc<dyn DiskFile>> {
+        let path = self.path(name)?;
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(&path)
+            .map_err(|e| named(&path, "cannot create", e))?;
+        Ok(Arc::new(LocalFile { file }))
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        let (from, to) = (self.path(from)?, self.path(to)?);
+        fs::rename(&from, to).map_err(|e| named(&from, "cannot rename", e))
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        let path = self.path(name)?;
+        fs::remove_file(&path).map_err(|e| named(&path, "cannot remove", e))
+    }
+
+    fn list(&self) -> io::Result<Vec<String>> {
+        let mut names = Vec::new();
+        for entry in fs::read_dir(&self.dir).map_err(|e| named(&self.dir, "cannot list", e))? {
+            let entry = entry?;
+            // What is no plain file or has no readable name is not ours.
+            if let Ok(name) = entry.file_name().into_string()
+                && name != LOCK
+                && entry.file_type()?.is_file()
+            {
+                names.push(name);
+            }
+        }
+        Ok(names)
+    }
+
+    fn sync_names(&self) -> io::Result<()> {
+        self.folder.sync_all().map_err(|e| named(&self.dir, "cannot sync the names in", e))
+    }
+
+    fn space(&self) -> io::Result<Space> {
+        let path = CString::new(self.dir.as_os_str().as_bytes()).map_err(|_| {
+            io::Error::new(io::ErrorKind::InvalidInput, "the folder's name holds a zero byte")
+        })?;
+        let mut stat = MaybeUninit::<libc::statvfs>::uninit();
+        // SAFETY: the path is a C string and `stat` has room for the answer.
+        if unsafe { libc::statvfs(path.as_ptr(), stat.as_mut_ptr()) } != 0 {
+            return Err(named(&self.dir, "cannot ask for the space under", io::Error::last_os_error()));
+        }
+        // SAFETY: the call returned 0, so the answer is complete.
+        let stat = unsafe { stat.assume_init() };
+        Ok(Space {
+            total: stat.f_blocks.saturating_mul(stat.f_frsize),
+            free: stat.f_bavail.saturating_mul(stat.f_frsize),
+        })
+    }
+}
+
+/// One open file of the machine.
+#[derive(Debug)]
+struct LocalFile {
+    file: File,
+}
+
+impl DiskFile for LocalFile {
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        let mut done = 0;
+        while done < buf.len() {
+            match self.file.read_at(&mut buf[done..], offset + done as u64) {
+                Ok(0) => break,
+                Ok(n) => done += n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(done)
+    }
+
+    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        self.file.write_all_at(bytes, offset)
+    }
+
+    fn write_vectored_at(&self, parts: &[&[u8]], mut offset: u64) -> io::Result<()> {
+        for some in parts.chunks(PARTS_MAX) {
+            let wanted: usize = some.iter().map(|part| part.len()).sum();
+            let mut done = pwritev(&self.file, some, offset)?;
+            // A short write is rare: finish part by part.
+            if done < wanted {
+                let mut at = offset;
+                for part in some {
+                    let skip = done.min(part.len());
+                    done -= skip;
+                    self.file.write_all_at(&part[skip..], at + skip as u64)?;
+                    at += part.len() as u64;
+                }
+            }
+            offset += wanted as u64;
+        }
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.file.metadata()?.len())
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.file.set_len(len)
+    }
+
+    fn preallocate(&self, len: u64) -> io::Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        let len = offset(len)?;
+        loop {
+            // SAFETY: the descriptor is open as long as `self.file`; the call takes no memory of ours.
+            if unsafe { libc::fallocate(self.file.as_raw_fd(), 0, 0, len) } == 0 {
+                return Ok(());
+            }
+            let error = io::Error::last_os_error();
+            match error.raw_os_error() {
+                Some(libc::EINTR) => {}
+                // File systems without it at least get the length; the space is then claimed by the writes.
+                Some(libc::EOPNOTSUPP) => {
+                    return if self.len()? < len as u64 { self.set_len(len as u64) } else { Ok(()) };
+                }
+                _ => return Err(error),
+            }
+        }
+    }
+
+    fn advise(&self, from: u64, len: u64, advice: Advice) {
+        let advice = match advice {
+            Advice::WillNeed => libc::POSIX_FADV_WILLNEED,
+            Advice::DontNeed => libc::POSIX_FADV_DONTNEED,
+        };
+        if let (Ok(from), Ok(len)) = (offset(from), offset(len)) {
+            // SAFETY: the descriptor is open; the call takes no memory of ours. A refused hint changes nothing.
+            let _ = unsafe { libc::posix_fadvise(self.file.as_raw_fd(), from, len, advice) };
+        }
+    }
+
+    fn raw_fd(&self) -> Option<RawFd> {
+        Some(self.file.as_raw_fd())
+    }
+}
+
+/// How many parts one pwritev takes (IOV_MAX of Linux).
+const PARTS_MAX: usize = 1024;
+
+/// One pwritev; returns how many bytes went out.
+fn pwritev(file: &File, parts: &[&[u8]], at: u64) -> io::Result<usize> {
+    let vectors: Vec<libc::iovec> = parts
+        .iter()
+        .map(|part| libc::iovec { iov_base: part.as_ptr().cast_mut().cast(), iov_len: part.len() })
+        .collect();
+    let at = offset(at)?;
+    loop {
+        // SAFETY: each vector points into a borrowed slice that outlives the call, which only reads them; there are
+        // at most PARTS_MAX of them.
+        let n =
+            unsafe { libc::pwritev(file.as_raw_fd(), vectors.as_ptr(), vectors.len() as libc::c_int, at) };
+        if n >= 0 {
+            return Ok(n as usize);
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
+fn offset(n: u64) -> io::Result<libc::off_t> {
+    libc::off_t::try_from(n).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))
+}
+
+/// Makes the folder and its missing parents, each durable in the folder above it.
+fn make_dir_durably(dir: &Path) -> io::Result<()> {
+    if dir.is_dir() {
+        return Ok(());
+    }
+    let parent = match dir.parent() {
+        Some(p) if !p.as_os_str().is_empty() => p,
+        _ => Path::new("."),
+    };
+    make_dir_durably(parent)?;
+    match fs::create_dir(dir) {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists && dir.is_dir() => {}
+        other => other?,
+    }
+    File::open(parent)?.sync_all()
+}
+
+/// The same error, naming the file; the errno stays readable through its kind.
+fn named(path: &Path, what: &str, error: io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{what} {}: {error}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn files_keep_what_was_written_in_parts() {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = LocalDisk::open(dir.path().join("a/b")).unwrap();
+        let file = disk.create("x").unwrap();
+        let parts: Vec<Vec<u8>> = (0..3000u32).map(|i| vec![i as u8; (i % 7) as usize]).collect();
+        let slices: Vec<&[u8]> = parts.iter().map(Vec::as_slice).collect();
+        file.write_vectored_at(&slices, 5).unwrap();
+        file.sync().unwrap();
+        disk.sync_names().unwrap();
+        let whole = parts.concat();
+        let mut back = vec![0; whole.len() + 100];
+        assert_eq!(disk.open("x").unwrap().read_at(&mut back, 5).unwrap(), whole.len());
+        assert_eq!(&back[..whole.len()], &whole[..]);
+        assert!(disk.create("x").is_err());
+        disk.rename("x", "y").unwrap();
+        assert_eq!(disk.list().unwrap(), ["y"]);
+        disk.remove("y").unwrap();
+        assert!(disk.list().unwrap().is_empty());
+    }
+
+    #[test]
+    fn preallocated_files_have_their_length_and_read_as_zeros() {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = LocalDisk::open(dir.path()).unwrap();
+        let file = disk.create("x").unwrap();
+        file.preallocate(10_000).unwrap();
+        assert_eq!(file.len().unwrap(), 10_000);
+        let mut buf = [1; 16];
+        assert_eq!(file.read_at(&mut buf, 9_992).unwrap(), 8);
+        assert_eq!(buf[..8], [0; 8]);
+        file.advise(0, 10_000, Advice::DontNeed);
+    }
+
+    #[test]
+    fn a_second_opener_of_a_locked_folder_is_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = LocalDisk::open_locked(dir.path()).unwrap();
+        let error = LocalDisk::open_locked(dir.path()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+        assert!(error.to_string().contains(&*dir.path().to_string_lossy()), "{error}");
+        assert!(first.list().unwrap().is_empty(), "the lock is not a file of the disk");
+        drop(first);
+        LocalDisk::open_locked(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn names_never_leave_the_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = LocalDisk::open(dir.path()).unwrap();
+        for name in ["", ".", "..", "a/b", "../x", "LOCK"] {
+            assert!(disk.create(name).is_err(), "{name:?}");
+        }
+    }
+
+    #[test]
+    fn space_is_known() {
+        let dir = tempfile::tempdir().unwrap();
+        let space = LocalDisk::open(dir.path()).unwrap().space().unwrap();
+        assert!(space.total >= space.free && space.total > 0);
+    }
+}
