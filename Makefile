@@ -1,0 +1,34 @@
+# Every command by name; CI calls only these.
+.PHONY: help run test soak build bench clean fmt
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+run: ## build, start an embedded cluster, mount it, show it working (DIR=, MOUNT=, SERVERS=)
+	@scripts/setup build
+	cargo build --release -p torchfs-cli
+	@scripts/run
+
+build: ## leave target/release/torchfs
+	@scripts/setup build
+	cargo build --release -p torchfs-cli
+
+test: ## format, lints, unit tests, real processes; what CI runs
+	@scripts/setup test
+	@scripts/test
+
+soak: ## the same tests with full counts and fresh, printed seeds
+	@scripts/setup test
+	@SOAK=1 TEST_DEADLINE=$${TEST_DEADLINE:-28800} scripts/test
+
+bench: ## measure against the local disk (ARGS="--quick", "--peer NAME=DIR", "--json")
+	@scripts/setup test
+	cargo build --release -p torchfs-cli
+	@python3 bench/run.py $(ARGS)
+
+fmt: ## format the code
+	cargo fmt --all
+
+clean: ## remove what was built (the test programs in the cache stay)
+	cargo clean
