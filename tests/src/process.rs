@@ -1,0 +1,148 @@
+//! One real process of the product, with its log kept in a file.
+
+use std::ffi::OsString;
+use std::fs::{File, OpenOptions};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+use crate::sys;
+use crate::wait::within;
+
+/// A process that can be killed, stopped, continued and started again with the same arguments.
+#[derive(Debug)]
+pub struct Proc {
+    name: String,
+    program: PathBuf,
+    args: Vec<OsString>,
+    env: Vec<(String, OsString)>,
+    log: PathBuf,
+    child: Option<Child>,
+}
+
+impl Proc {
+    /// Describes a process; `log` gets its stdout and stderr, over all its starts.
+    pub fn new(name: &str, program: &Path, log: PathBuf) -> Proc {
+        let program = program.to_owned();
+        Proc { name: name.to_owned(), program, args: vec![], env: vec![], log, child: None }
+    }
+
+    /// Adds arguments for the next start.
+    pub fn args<I: IntoIterator<Item = A>, A: Into<OsString>>(&mut self, args: I) -> &mut Proc {
+        self.args.extend(args.into_iter().map(Into::into));
+        self
+    }
+
+    /// Sets a variable for the next start.
+    pub fn env(&mut self, key: &str, value: impl Into<OsString>) -> &mut Proc {
+        self.env.push((key.to_owned(), value.into()));
+        self
+    }
+
+    /// Starts it. Its group is its own, so that a Ctrl-C at the tests does not look like a failure of the product.
+    pub fn start(&mut self) {
+        assert!(self.child.is_none(), "{} runs already", self.name);
+        let log = self.open_log();
+        let err = log.try_clone().expect("a descriptor can be cloned");
+        let child = Command::new(&self.program)
+            .args(&self.args)
+            .envs(self.env.iter().map(|(k, v)| (k, v)))
+            .stdin(Stdio::null())
+            .stdout(log)
+            .stderr(err)
+            .process_group(0)
+            .spawn()
+            .unwrap_or_else(|e| panic!("cannot start {} ({}): {e}", self.name, self.program.display()));
+        std::fs::write(self.log.with_extension("pid"), child.id().to_string()).expect("the sandbox takes files");
+        self.child = Some(child);
+    }
+
+    /// What it is called in the logs.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its process id while it runs.
+    pub fn pid(&self) -> i32 {
+        self.child.as_ref().map_or_else(|| panic!("{} does not run", self.name), |c| c.id() as i32)
+    }
+
+    /// Everything it has said so far.
+    pub fn log(&self) -> String {
+        String::from_utf8_lossy(&std::fs::read(&self.log).unwrap_or_default()).into_owned()
+    }
+
+    /// Where its log is.
+    pub fn log_path(&self) -> &Path {
+        &self.log
+    }
+
+    /// Whether it runs.
+    pub fn running(&mut self) -> bool {
+        self.child.as_mut().is_some_and(|c| matches!(c.try_wait(), Ok(None)))
+    }
+
+    /// Sends a signal.
+    pub fn signal(&self, signal: i32) {
+        sys::kill(self.pid(), signal);
+    }
+
+    /// Ends it as a crash would, and waits until it is gone.
+    pub fn kill(&mut self) {
+        self.kill_soon();
+        self.reap();
+    }
+
+    /// Sends the deadly signal and does not wait.
+    pub fn kill_soon(&self) {
+        if let Some(child) = &self.child {
+            sys::kill(child.id() as i32, libc::SIGKILL);
+        }
+    }
+
+    /// Waits for a process that has been told to end.
+    pub fn reap(&mut self) -> Option<ExitStatus> {
+        self.child.take().map(|mut c| c.wait().expect("a child can be waited for"))
+    }
+
+    /// Asks it to end and expects that it does so, with status 0, in good time.
+    #[track_caller]
+    pub fn stop(&mut self) {
+        self.signal(libc::SIGTERM);
+        let status = self.wait_end();
+        assert!(
+            status.success(),
+            "{} ended with {status} (signal {:?}) after SIGTERM\n{}",
+            self.name,
+            status.signal(),
+            self.log()
+        );
+    }
+
+    /// Waits for its end, at most a minute and a half.
+    #[track_caller]
+    pub fn wait_end(&mut self) -> ExitStatus {
+        let mut child = self.child.take().unwrap_or_else(|| panic!("{} does not run", self.name));
+        let ended = within(Duration::from_secs(90), || match child.try_wait() {
+            Ok(Some(status)) => Ok(status),
+            other => Err(format!("{other:?}")),
+        });
+        ended.unwrap_or_else(|_| {
+            let stacks = sys::stacks(child.id() as i32);
+            child.kill().ok();
+            child.wait().ok();
+            panic!("{} did not end by itself\n{stacks}\n{}", self.name, self.log())
+        })
+    }
+
+    fn open_log(&self) -> File {
+        OpenOptions::new().create(true).append(true).open(&self.log).expect("the sandbox takes files")
+    }
+}
+
+impl Drop for Proc {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
