@@ -165,7 +165,9 @@ impl Cluster {
         self.meta.kill_soon();
         self.data.iter().for_each(Proc::kill_soon);
         self.meta.reap();
-        self.data.iter_mut().for_each(|d| drop(d.reap()));
+        for data in &mut self.data {
+            data.reap();
+        }
     }
 
     /// Starts whatever does not run and waits until all is well.
@@ -305,8 +307,7 @@ impl Drop for Mount {
 /// The flags that shorten the timers, for `meta` and `up`.
 pub fn timers(options: &Options) -> Vec<String> {
     let mut flags = vec![];
-    let timers =
-        [("--session-term-ms", options.session_term_ms), ("--lease-term-ms", options.lease_term_ms)];
+    let timers = [("--session-term-ms", options.session_term_ms), ("--lease-term-ms", options.lease_term_ms)];
     for (flag, value) in timers {
         flags.extend(value.map(|v| [flag.to_owned(), v.to_string()]).into_iter().flatten());
     }

@@ -215,7 +215,8 @@ impl Ledger {
         for entry in fs::read_dir(&folder).expect("the writer's folder was synced") {
             let entry = entry.expect("a folder can be read");
             let name = entry.file_name().to_string_lossy().into_owned();
-            let bytes = fs::read(entry.path()).unwrap_or_else(|e| panic!("cannot read {}: {e}", entry.path().display()));
+            let bytes = fs::read(entry.path())
+                .unwrap_or_else(|e| panic!("cannot read {}: {e}", entry.path().display()));
             found.insert(name, bytes);
         }
         let log = found.remove("log").unwrap_or_default();
@@ -224,7 +225,8 @@ impl Ledger {
             let bytes = found.remove(name);
             let from = if level == Level::Told { history.told } else { history.durable };
             let allowed = &history.states[from..];
-            let Some(is) = allowed.iter().rev().find_map(|s| matches(self.writer, name, s, bytes.as_deref())) else {
+            let Some(is) = allowed.iter().rev().find_map(|s| matches(self.writer, name, s, bytes.as_deref()))
+            else {
                 panic!(
                     "writer {} {name}: found {}, which is none of {allowed:?} ({level:?}; all: {history:?})",
                     self.writer,
@@ -368,10 +370,7 @@ fn matches(writer: u64, name: &str, state: &Content, bytes: Option<&[u8]>) -> Op
             (bytes == content(writer, name, *version, *len)).then(|| state.clone())
         }
         (Content::Part { version, len }, Some(bytes)) => {
-            content(writer, name, *version, *len).starts_with(bytes).then(|| {
-                // A leading part is a content of its own from now on.
-                Content::Part { version: *version, len: *len }
-            })
+            content(writer, name, *version, *len).starts_with(bytes).then(|| state.clone())
         }
         _ => None,
     }
@@ -395,7 +394,9 @@ mod tests {
         for _ in 0..3 {
             let writers = Writers::start(folder.path(), records);
             let before = writers.steps();
-            crate::eventually("some steps", || if writers.steps() > before + 50 { Ok(()) } else { Err("few".into()) });
+            crate::eventually("some steps", || {
+                if writers.steps() > before + 50 { Ok(()) } else { Err("few".into()) }
+            });
             records = writers.finish();
             check(folder.path(), &mut records, Level::Told);
         }

@@ -76,32 +76,31 @@ impl Sandbox {
         let mut deadline = self.watch.deadline.lock();
         *deadline = (*deadline).max(Instant::now() + time);
     }
-
 }
 
 /// The last lines of every log in a sandbox.
 fn logs(root: &Path) -> String {
-        let mut out = String::new();
-        let mut logs: Vec<_> = fs::read_dir(root)
-            .into_iter()
-            .flatten()
-            .flatten()
-            .map(|e| e.path())
-            .filter(|p| p.extension().is_some_and(|e| e == "log"))
-            .collect();
-        logs.sort();
-        for log in logs {
-            let text = String::from_utf8_lossy(&fs::read(&log).unwrap_or_default()).into_owned();
-            let lines: Vec<&str> = text.lines().collect();
-            let from = lines.len().saturating_sub(120);
-            let name = log.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            out.push_str(&format!("---- {name} (last {} of {} lines)\n", lines.len() - from, lines.len()));
-            for line in &lines[from..] {
-                out.push_str(line);
-                out.push('\n');
-            }
+    let mut out = String::new();
+    let mut logs: Vec<_> = fs::read_dir(root)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|e| e.path())
+        .filter(|p| p.extension().is_some_and(|e| e == "log"))
+        .collect();
+    logs.sort();
+    for log in logs {
+        let text = String::from_utf8_lossy(&fs::read(&log).unwrap_or_default()).into_owned();
+        let lines: Vec<&str> = text.lines().collect();
+        let from = lines.len().saturating_sub(120);
+        let name = log.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        out.push_str(&format!("---- {name} (last {} of {} lines)\n", lines.len() - from, lines.len()));
+        for line in &lines[from..] {
+            out.push_str(line);
+            out.push('\n');
         }
-        out
+    }
+    out
 }
 
 impl Drop for Sandbox {
@@ -139,7 +138,8 @@ fn sweep() {
     let Ok(entries) = fs::read_dir(std::env::temp_dir()) else { return };
     for entry in entries.flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
-        let Some(pid) = name.strip_prefix(PREFIX).and_then(|r| r.split('.').next()?.parse::<u32>().ok()) else {
+        let Some(pid) = name.strip_prefix(PREFIX).and_then(|r| r.split('.').next()?.parse::<u32>().ok())
+        else {
             continue;
         };
         if !Path::new(&format!("/proc/{pid}")).exists() {

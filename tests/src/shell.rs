@@ -26,7 +26,14 @@ impl Ran {
     /// Panics unless the program succeeded; gives what it printed.
     #[track_caller]
     pub fn ok(self) -> String {
-        assert_eq!(self.code, Some(0), "{} failed\n--- stdout\n{}\n--- stderr\n{}", self.call, self.out, self.err);
+        assert_eq!(
+            self.code,
+            Some(0),
+            "{} failed\n--- stdout\n{}\n--- stderr\n{}",
+            self.call,
+            self.out,
+            self.err
+        );
         self.out
     }
 

@@ -108,14 +108,7 @@ pub fn copy_range(from: &File, at: u64, to: &File, to_at: u64, len: u64) -> io::
     let (mut at, mut to_at) = (at as i64, to_at as i64);
     // SAFETY: both offsets live through the call.
     check(unsafe {
-        libc::copy_file_range(
-            from.as_raw_fd(),
-            &raw mut at,
-            to.as_raw_fd(),
-            &raw mut to_at,
-            len as usize,
-            0,
-        )
+        libc::copy_file_range(from.as_raw_fd(), &raw mut at, to.as_raw_fd(), &raw mut to_at, len as usize, 0)
     } as i64)
 }
 
@@ -133,10 +126,8 @@ pub fn set_xattr(path: &Path, name: &str, value: &[u8], flags: i32) -> io::Resul
     let (path, name) = (c(path), c(Path::new(name)));
     // SAFETY: the strings are zero-terminated, the value is as long as said.
     check(
-        unsafe {
-            libc::lsetxattr(path.as_ptr(), name.as_ptr(), value.as_ptr().cast(), value.len(), flags)
-        }
-        .into(),
+        unsafe { libc::lsetxattr(path.as_ptr(), name.as_ptr(), value.as_ptr().cast(), value.len(), flags) }
+            .into(),
     )
     .map(drop)
 }
@@ -146,9 +137,11 @@ pub fn get_xattr(path: &Path, name: &str) -> io::Result<Vec<u8>> {
     let (path, name) = (c(path), c(Path::new(name)));
     let mut value = vec![0u8; 65_536];
     // SAFETY: the strings are zero-terminated, the buffer is as long as said.
-    let len = check(unsafe {
-        libc::lgetxattr(path.as_ptr(), name.as_ptr(), value.as_mut_ptr().cast(), value.len())
-    } as i64)?;
+    let len =
+        check(
+            unsafe { libc::lgetxattr(path.as_ptr(), name.as_ptr(), value.as_mut_ptr().cast(), value.len()) }
+                as i64,
+        )?;
     value.truncate(len as usize);
     Ok(value)
 }
@@ -189,10 +182,10 @@ pub fn space(path: &Path) -> io::Result<(u64, u64, u64, u64)> {
 /// Cuts the power of a mounted ext4: nothing that is not on its disk will ever get there.
 pub fn shut_down(mount: &Path) -> io::Result<()> {
     const EXT4_IOC_SHUTDOWN: libc::c_ulong = 0x8004_587D;
-    const NO_LOG_FLUSH: u32 = 2;
+    let no_log_flush: u32 = 2;
     let folder = File::open(mount)?;
     // SAFETY: the call reads one u32 through the pointer.
-    check(unsafe { libc::ioctl(folder.as_raw_fd(), EXT4_IOC_SHUTDOWN, &raw const NO_LOG_FLUSH) }.into())
+    check(unsafe { libc::ioctl(folder.as_raw_fd(), EXT4_IOC_SHUTDOWN, &raw const no_log_flush) }.into())
         .map(drop)
 }
 

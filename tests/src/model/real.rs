@@ -115,7 +115,8 @@ impl Real {
             }
             Op::Open { slot, path } => {
                 let mut options = OpenOptions::new();
-                let file = options.read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(self.at(path))?;
+                let file =
+                    options.read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(self.at(path))?;
                 if let Some(old) = self.open[*slot].replace(file) {
                     sys::close(old)?;
                 }
@@ -150,9 +151,11 @@ impl Real {
         let mut options = OpenOptions::new();
         options.read(true).write(true).custom_flags(libc::O_NOFOLLOW);
         let (from, to) = (options.open(self.at(from))?, options.open(self.at(to))?);
-        let mut done = 0;
-        while done < len {
-            match sys::copy_range(&from, at + done, &to, to_at + done, len - done)? {
+        // What the source had at the beginning: copying within one file may make it longer.
+        let have = from.metadata()?.len().saturating_sub(at).min(len);
+        let mut done = sys::copy_range(&from, at, &to, to_at, len)?;
+        while done > 0 && done < have {
+            match sys::copy_range(&from, at + done, &to, to_at + done, have - done)? {
                 0 => break,
                 n => done += n,
             }

@@ -1,0 +1,3 @@
+//! Real processes under test, a module per topic. See CONTRIBUTING.md for how to run one, and on what.
+
+mod tidy;
