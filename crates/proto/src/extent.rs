@@ -52,6 +52,50 @@ pub struct Extent {
     pub source: Source,
 }
 
+/// All that is needed to fetch bytes of a block.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct BlockRef {
+    /// The block.
+    pub id: BlockId,
+    /// Its layout.
+    pub layout: LayoutId,
+    /// Its whole raw length.
+    pub block_len: u32,
+    /// Pieces that were put on other servers than the group's: (piece, server).
+    pub substitutes: Vec<(u8, ServerId)>,
+}
+
+impl BlockRef {
+    /// The block behind an extent, if there is one.
+    pub fn of(source: &Source) -> Option<BlockRef> {
+        match source {
+            Source::Block { id, block_len, layout, substitutes, .. } => Some(BlockRef {
+                id: *id,
+                layout: *layout,
+                block_len: *block_len,
+                substitutes: substitutes.clone(),
+            }),
+            Source::Hole | Source::Inline(_) => None,
+        }
+    }
+
+    /// How many chunks the block has.
+    pub fn chunks(&self) -> u16 {
+        u16::try_from(self.block_len.div_ceil(crate::chunk::CHUNK)).unwrap_or(u16::MAX)
+    }
+}
+
+impl From<&NewBlock> for BlockRef {
+    fn from(block: &NewBlock) -> BlockRef {
+        BlockRef {
+            id: block.id,
+            layout: block.layout,
+            block_len: block.len,
+            substitutes: block.substitutes.clone(),
+        }
+    }
+}
+
 /// A block that a commit names for the first time.
 #[derive(Clone, PartialEq, Eq, Debug, Encode, Decode)]
 pub struct NewBlock {
