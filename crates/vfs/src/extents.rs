@@ -246,7 +246,10 @@ mod tests {
                 let to = (from + 1 + rng.below(900)).min(size as u64);
                 match map.find(from..to) {
                     Err(Unknown(at)) => {
-                        assert_eq!(known[from as usize..to as usize].iter().position(|k| !k), Some((at - from) as usize));
+                        assert_eq!(
+                            known[from as usize..to as usize].iter().position(|k| !k),
+                            Some((at - from) as usize)
+                        );
                     }
                     Ok(found) => {
                         let mut at = from;

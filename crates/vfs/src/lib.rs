@@ -17,9 +17,9 @@
 //! permissions by mode, owner and group; the service checks what only it can know).
 
 mod api;
-mod host;
 #[allow(dead_code)]
 mod extents;
+mod host;
 #[allow(dead_code)]
 mod overlay;
 #[allow(dead_code)]
@@ -79,17 +79,39 @@ impl Vfs {
 
     /// Makes a folder, symlink, device, pipe, socket or closed file; adds one reference.
     #[allow(clippy::too_many_arguments)]
-    pub async fn make(&self, _caller: Caller, _parent: Ino, _name: &[u8], _kind: Kind, _mode: u32, _rdev: u32, _target: &[u8]) -> Result<Node> {
+    pub async fn make(
+        &self,
+        _caller: Caller,
+        _parent: Ino,
+        _name: &[u8],
+        _kind: Kind,
+        _mode: u32,
+        _rdev: u32,
+        _target: &[u8],
+    ) -> Result<Node> {
         Err(Code::Unsupported.into())
     }
 
     /// Makes and opens a file; adds one reference.
-    pub async fn create(&self, _caller: Caller, _parent: Ino, _name: &[u8], _mode: u32, _flags: i32) -> Result<(Node, Opened)> {
+    pub async fn create(
+        &self,
+        _caller: Caller,
+        _parent: Ino,
+        _name: &[u8],
+        _mode: u32,
+        _flags: i32,
+    ) -> Result<(Node, Opened)> {
         Err(Code::Unsupported.into())
     }
 
     /// Makes and opens a file without a name; adds one reference.
-    pub async fn tmpfile(&self, _caller: Caller, _parent: Ino, _mode: u32, _flags: i32) -> Result<(Node, Opened)> {
+    pub async fn tmpfile(
+        &self,
+        _caller: Caller,
+        _parent: Ino,
+        _mode: u32,
+        _flags: i32,
+    ) -> Result<(Node, Opened)> {
         Err(Code::Unsupported.into())
     }
 
@@ -109,7 +131,14 @@ impl Vfs {
     }
 
     /// Renames; flags as in [`torchfs_proto::msg::meta::rename`].
-    pub async fn rename(&self, _parent: Ino, _name: &[u8], _new_parent: Ino, _new_name: &[u8], _flags: u32) -> Result<()> {
+    pub async fn rename(
+        &self,
+        _parent: Ino,
+        _name: &[u8],
+        _new_parent: Ino,
+        _new_name: &[u8],
+        _flags: u32,
+    ) -> Result<()> {
         Err(Code::Unsupported.into())
     }
 
@@ -124,7 +153,14 @@ impl Vfs {
     }
 
     /// Writes all of it or fails.
-    pub async fn write(&self, _ino: Ino, _fh: Fh, _offset: u64, _data: Bytes, _flags: WriteFlags) -> Result<u32> {
+    pub async fn write(
+        &self,
+        _ino: Ino,
+        _fh: Fh,
+        _offset: u64,
+        _data: Bytes,
+        _flags: WriteFlags,
+    ) -> Result<u32> {
         Err(Code::Unsupported.into())
     }
 
@@ -134,12 +170,10 @@ impl Vfs {
     }
 
     /// The last descriptor is closed.
-    pub async fn release(&self, _ino: Ino, _fh: Fh, _flock_owner: Option<u64>) {
-        
-    }
+    pub async fn release(&self, _ino: Ino, _fh: Fh, _flock_owner: Option<u64>) {}
 
     /// Durable when it returns.
-    pub async fn fsync(&self, _ino: Ino, _fh: Fh, data_only: bool) -> Result<()> {
+    pub async fn fsync(&self, _ino: Ino, _fh: Fh, _data_only: bool) -> Result<()> {
         Err(Code::Unsupported.into())
     }
 
@@ -159,14 +193,19 @@ impl Vfs {
     }
 
     /// Entries after a cookie, at most `want`; none at the end.
-    pub async fn readdir(&self, _ino: Ino, _fh: Fh, _cookie: u64, _want: usize, plus: bool) -> Result<Vec<DirItem>> {
+    pub async fn readdir(
+        &self,
+        _ino: Ino,
+        _fh: Fh,
+        _cookie: u64,
+        _want: usize,
+        _plus: bool,
+    ) -> Result<Vec<DirItem>> {
         Err(Code::Unsupported.into())
     }
 
     /// A listing is done.
-    pub async fn releasedir(&self, _fh: Fh) {
-        
-    }
+    pub async fn releasedir(&self, _fh: Fh) {}
 
     /// Figures of the volume.
     pub async fn statfs(&self) -> Result<VolumeUse> {
@@ -199,7 +238,7 @@ impl Vfs {
     }
 
     /// Takes or releases a lock.
-    pub async fn setlk(&self, _ino: Ino, _fh: Fh, _lock: FileLock, wait: bool) -> Result<()> {
+    pub async fn setlk(&self, _ino: Ino, _fh: Fh, _lock: FileLock, _wait: bool) -> Result<()> {
         Err(Code::Unsupported.into())
     }
 
@@ -215,7 +254,16 @@ impl Vfs {
 
     /// Shares a range of one file with another; says how many bytes.
     #[allow(clippy::too_many_arguments)]
-    pub async fn copy_file_range(&self, _ino_in: Ino, _fh_in: Fh, _off_in: u64, _ino_out: Ino, _fh_out: Fh, _off_out: u64, _len: u64) -> Result<u64> {
+    pub async fn copy_file_range(
+        &self,
+        _ino_in: Ino,
+        _fh_in: Fh,
+        _off_in: u64,
+        _ino_out: Ino,
+        _fh_out: Fh,
+        _off_out: u64,
+        _len: u64,
+    ) -> Result<u64> {
         Err(Code::Unsupported.into())
     }
 
