@@ -13,6 +13,7 @@
 //! - A packed chunk is smaller than its content; a chunk with codec RAW is exactly as long. No other chunk passes.
 //! - Unpacking takes at most [`CHUNK`] bytes of memory, whatever the input says.
 
+pub mod erasure;
 mod pack;
 
 use std::ops::Range;
