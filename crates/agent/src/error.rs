@@ -9,7 +9,9 @@ use crate::fuse::Unfit;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// `/dev/fuse` does not exist or has no driver.
-    #[error("there is no FUSE device (/dev/fuse: {0}); load the kernel module with `modprobe fuse`, or start the container with --device /dev/fuse")]
+    #[error(
+        "there is no FUSE device (/dev/fuse: {0}); load the kernel module with `modprobe fuse`, or start the container with --device /dev/fuse"
+    )]
     NoDevice(#[source] io::Error),
     /// The device or mount(2) needs rights we lack.
     #[error("no right to {doing} {} ({error}); run as root", path.display())]

@@ -10,7 +10,9 @@ use crate::fuse::abi::op;
 pub(crate) fn request(opcode: u32) {
     static BY_OP: LazyLock<Vec<Counter>> = LazyLock::new(|| {
         describe_counter!("torchfs_fuse_requests_total", "Requests from the kernel, by operation");
-        (0..=op::COPY_FILE_RANGE_64).map(|op| counter!("torchfs_fuse_requests_total", "op" => name(op))).collect()
+        (0..=op::COPY_FILE_RANGE_64)
+            .map(|op| counter!("torchfs_fuse_requests_total", "op" => name(op)))
+            .collect()
     });
     // Opcode 0 does not exist; what is unknown is counted there.
     let index = if opcode <= op::COPY_FILE_RANGE_64 { opcode as usize } else { 0 };

@@ -151,7 +151,11 @@ pub fn set_readahead(path: &Path, bytes: u32) -> Result<(), Error> {
     let path = resolve_parent(path);
     let Some(found) = find_mount(&path)? else { return Err(Error::NotMounted { path }) };
     let file = PathBuf::from(format!("/sys/class/bdi/{}/read_ahead_kb", found.device));
-    fs::write(&file, (bytes / 1024).to_string()).map_err(|error| Error::Os { doing: "write", path: file, error })
+    fs::write(&file, (bytes / 1024).to_string()).map_err(|error| Error::Os {
+        doing: "write",
+        path: file,
+        error,
+    })
 }
 
 fn check_mount_point(path: &Path) -> Result<PathBuf, Error> {
@@ -168,7 +172,8 @@ fn check_mount_point(path: &Path) -> Result<PathBuf, Error> {
     if !meta.is_dir() {
         return Err(Error::NotAFolder { path: path.into() });
     }
-    let path = path.canonicalize().map_err(|error| Error::Os { doing: "look at", path: path.into(), error })?;
+    let path =
+        path.canonicalize().map_err(|error| Error::Os { doing: "look at", path: path.into(), error })?;
     match find_mount(&path)? {
         Some(found) => Err(Error::Busy { path, what: found.what() }),
         None => Ok(path),
@@ -192,7 +197,9 @@ fn is_stale(path: &Path) -> bool {
 fn resolve_parent(path: &Path) -> PathBuf {
     let absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
     match (absolute.parent(), absolute.file_name()) {
-        (Some(parent), Some(name)) => parent.canonicalize().map_or_else(|_| absolute.clone(), |dir| dir.join(name)),
+        (Some(parent), Some(name)) => {
+            parent.canonicalize().map_or_else(|_| absolute.clone(), |dir| dir.join(name))
+        }
         _ => absolute,
     }
 }
@@ -234,14 +241,14 @@ fn find_mount(path: &Path) -> Result<Option<Found>, Error> {
 }
 
 fn parse_mounts(table: &[u8], path: &Path) -> Option<Found> {
-    table.split(|&b| b == b'\n').filter_map(|line| parse_mount(line, path)).last()
+    table.split(|&b| b == b'\n').filter_map(|line| parse_mount(line, path)).next_back()
 }
 
 fn parse_mount(line: &[u8], path: &Path) -> Option<Found> {
     let mut fields = line.split(|&b| b == b' ');
     let device = fields.nth(2)?;
     let point = fields.nth(1)?;
-    if PathBuf::from(unescape(point)) != path {
+    if unescape(point) != path {
         return None;
     }
     // Optional fields end with a lone dash.

@@ -171,6 +171,10 @@ mod tests {
         assert_eq!(out[20..24], (1u32 << 20).to_ne_bytes());
         assert_eq!(out[24..28], 1u32.to_ne_bytes());
         assert_eq!(out[28..30], 256u16.to_ne_bytes());
-        assert_eq!(out[32..36], ((feature::HAS_RESEND | feature::DIRECT_IO_ALLOW_MMAP | feature::HAS_EXPIRE_ONLY) >> 32).to_ne_bytes()[..4]);
+        assert_eq!(
+            out[32..36],
+            ((feature::HAS_RESEND | feature::DIRECT_IO_ALLOW_MMAP | feature::HAS_EXPIRE_ONLY) >> 32)
+                .to_ne_bytes()[..4]
+        );
     }
 }

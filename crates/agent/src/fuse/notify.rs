@@ -142,7 +142,9 @@ fn is_harmless(error: &io::Error) -> bool {
     // (a working directory, a mount point); the kernel asks again when its time is over.
     matches!(
         error.raw_os_error(),
-        Some(libc::ENOENT | libc::ENODEV | libc::ECONNABORTED | libc::ENOTEMPTY | libc::EBUSY | libc::ENOTDIR)
+        Some(
+            libc::ENOENT | libc::ENODEV | libc::ECONNABORTED | libc::ENOTEMPTY | libc::EBUSY | libc::ENOTDIR
+        )
     )
 }
 

@@ -198,8 +198,7 @@ impl Reply {
         let mut out = Vec::with_capacity(ENTRY_OUT + 16);
         put_entry(&mut out, entry);
         put_open(&mut out, fh, flags);
-        let undo =
-            Undo { forget: Some(entry.nodeid), release: Some((entry.nodeid, fh)), ..Undo::default() };
+        let undo = Undo { forget: Some(entry.nodeid), release: Some((entry.nodeid, fh)), ..Undo::default() };
         Reply { body: Body::Fixed(out), undo }
     }
 

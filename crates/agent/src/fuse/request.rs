@@ -128,60 +128,179 @@ pub struct Lock {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Op<'a> {
     /// Find an entry and take a reference on its inode.
-    Lookup { name: &'a [u8] },
+    Lookup {
+        name: &'a [u8],
+    },
     /// Give back references on the header's inode. Never answered.
-    Forget { count: u64 },
+    Forget {
+        count: u64,
+    },
     /// Give back references on many inodes. Never answered.
-    BatchForget { rows: Forgets<'a> },
-    Getattr { fh: Option<u64> },
+    BatchForget {
+        rows: Forgets<'a>,
+    },
+    Getattr {
+        fh: Option<u64>,
+    },
     /// Attributes in the manner of statx(2), with birth time.
-    Statx { fh: Option<u64>, flags: u32, mask: u32 },
+    Statx {
+        fh: Option<u64>,
+        flags: u32,
+        mask: u32,
+    },
     Setattr(SetAttr),
     Readlink,
-    Symlink { name: &'a [u8], target: &'a [u8] },
-    Mknod { name: &'a [u8], mode: u32, rdev: u32, umask: u32 },
-    Mkdir { name: &'a [u8], mode: u32, umask: u32 },
-    Unlink { name: &'a [u8] },
-    Rmdir { name: &'a [u8] },
+    Symlink {
+        name: &'a [u8],
+        target: &'a [u8],
+    },
+    Mknod {
+        name: &'a [u8],
+        mode: u32,
+        rdev: u32,
+        umask: u32,
+    },
+    Mkdir {
+        name: &'a [u8],
+        mode: u32,
+        umask: u32,
+    },
+    Unlink {
+        name: &'a [u8],
+    },
+    Rmdir {
+        name: &'a [u8],
+    },
     /// RENAME and RENAME2; the header's inode is the old parent.
-    Rename { name: &'a [u8], new_parent: u64, new_name: &'a [u8], flags: u32 },
+    Rename {
+        name: &'a [u8],
+        new_parent: u64,
+        new_name: &'a [u8],
+        flags: u32,
+    },
     /// The header's inode is the new parent.
-    Link { inode: u64, name: &'a [u8] },
-    Open { flags: u32, kill_suidgid: bool },
-    Read { fh: u64, offset: u64, size: u32, flags: u32, lock_owner: Option<u64> },
-    Write { write: Write, data: &'a [u8] },
+    Link {
+        inode: u64,
+        name: &'a [u8],
+    },
+    Open {
+        flags: u32,
+        kill_suidgid: bool,
+    },
+    Read {
+        fh: u64,
+        offset: u64,
+        size: u32,
+        flags: u32,
+        lock_owner: Option<u64>,
+    },
+    Write {
+        write: Write,
+        data: &'a [u8],
+    },
     Statfs,
-    Release { fh: u64, flags: u32, lock_owner: u64, flush: bool, flock_unlock: bool },
-    Fsync { fh: u64, data_only: bool },
-    Setxattr { name: &'a [u8], value: &'a [u8], flags: u32 },
+    Release {
+        fh: u64,
+        flags: u32,
+        lock_owner: u64,
+        flush: bool,
+        flock_unlock: bool,
+    },
+    Fsync {
+        fh: u64,
+        data_only: bool,
+    },
+    Setxattr {
+        name: &'a [u8],
+        value: &'a [u8],
+        flags: u32,
+    },
     /// `size` 0 asks for the length only.
-    Getxattr { name: &'a [u8], size: u32 },
+    Getxattr {
+        name: &'a [u8],
+        size: u32,
+    },
     /// `size` 0 asks for the length only.
-    Listxattr { size: u32 },
-    Removexattr { name: &'a [u8] },
+    Listxattr {
+        size: u32,
+    },
+    Removexattr {
+        name: &'a [u8],
+    },
     /// A descriptor of the open file was closed.
-    Flush { fh: u64, lock_owner: u64 },
+    Flush {
+        fh: u64,
+        lock_owner: u64,
+    },
     Init(Init),
-    Opendir { flags: u32 },
+    Opendir {
+        flags: u32,
+    },
     /// READDIR and, with `plus`, READDIRPLUS.
-    Readdir { fh: u64, offset: u64, size: u32, plus: bool },
-    Releasedir { fh: u64, flags: u32 },
-    Fsyncdir { fh: u64, data_only: bool },
+    Readdir {
+        fh: u64,
+        offset: u64,
+        size: u32,
+        plus: bool,
+    },
+    Releasedir {
+        fh: u64,
+        flags: u32,
+    },
+    Fsyncdir {
+        fh: u64,
+        data_only: bool,
+    },
     Getlk(Lock),
     /// SETLK and, with `wait`, SETLKW.
-    Setlk { lock: Lock, wait: bool },
-    Access { mask: u32 },
-    Create { name: &'a [u8], flags: u32, mode: u32, umask: u32, kill_suidgid: bool },
+    Setlk {
+        lock: Lock,
+        wait: bool,
+    },
+    Access {
+        mask: u32,
+    },
+    Create {
+        name: &'a [u8],
+        flags: u32,
+        mode: u32,
+        umask: u32,
+        kill_suidgid: bool,
+    },
     /// O_TMPFILE: an open file without a name.
-    Tmpfile { flags: u32, mode: u32, umask: u32 },
+    Tmpfile {
+        flags: u32,
+        mode: u32,
+        umask: u32,
+    },
     /// The caller of that request got a signal. Answered only with EAGAIN, or not at all.
-    Interrupt { unique: u64 },
+    Interrupt {
+        unique: u64,
+    },
     /// The mount is going away.
     Destroy,
-    Fallocate { fh: u64, offset: u64, length: u64, mode: u32 },
-    Lseek { fh: u64, offset: u64, whence: u32 },
+    Fallocate {
+        fh: u64,
+        offset: u64,
+        length: u64,
+        mode: u32,
+    },
+    Lseek {
+        fh: u64,
+        offset: u64,
+        whence: u32,
+    },
     /// `wide` answers with a 64-bit count.
-    CopyFileRange { fh: u64, offset: u64, out_inode: u64, out_fh: u64, out_offset: u64, len: u64, flags: u64, wide: bool },
+    CopyFileRange {
+        fh: u64,
+        offset: u64,
+        out_inode: u64,
+        out_fh: u64,
+        out_offset: u64,
+        len: u64,
+        flags: u64,
+        wide: bool,
+    },
     Syncfs,
     /// Nothing we serve (BMAP, IOCTL, POLL, …) or nothing we know.
     Other,
@@ -239,7 +358,8 @@ impl<'a> Request<'a> {
     /// Reads one request from exactly the bytes one read of the device returned.
     pub fn decode(bytes: &'a [u8]) -> Result<Request<'a>, Malformed> {
         let mut fields = Fields(bytes);
-        let (header, extensions) = header(&mut fields).ok_or(Malformed::Header { have: bytes.len(), claimed: 0 })?;
+        let (header, extensions) =
+            header(&mut fields).ok_or(Malformed::Header { have: bytes.len(), claimed: 0 })?;
         if header.len as usize != bytes.len() {
             return Err(Malformed::Header { have: bytes.len(), claimed: header.len as usize });
         }

@@ -31,15 +31,8 @@ macro_rules! body {
 fn decode_op_of(opcode: u32, body: &[u8]) -> String {
     let bytes = request(opcode, body);
     let request = Request::decode(&bytes).unwrap();
-    let expected = Header {
-        len: bytes.len() as u32,
-        opcode,
-        unique: 0x1234,
-        nodeid: 7,
-        uid: 1000,
-        gid: 100,
-        pid: 42,
-    };
+    let expected =
+        Header { len: bytes.len() as u32, opcode, unique: 0x1234, nodeid: 7, uid: 1000, gid: 100, pid: 42 };
     assert_eq!(request.header, expected);
     format!("{:?}", request.op)
 }

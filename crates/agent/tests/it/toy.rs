@@ -10,7 +10,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
-use torchfs_agent::fuse::{Attr, Call, Entry, Handler, Header, Listing, Op, Reply, SetAttr, SetTime, Undo};
+use torchfs_agent::fuse::{
+    Attr, Call, Entry, Handler, Header, Listing, Op, Reply, SetAttr, SetTime, Undo, abi,
+};
 
 pub const LONG: Duration = Duration::from_secs(3600);
 
@@ -20,14 +22,14 @@ pub struct Toy {
     state: Mutex<State>,
     next: AtomicU64,
     /// How long the kernel may keep entries and attributes.
-    pub keep: Duration,
+    keep: Duration,
     pub forgotten: AtomicU64,
     pub undone: Mutex<Vec<Undo>>,
     /// Operations that wait, now.
     pub waiting: AtomicUsize,
     /// Waiting operations that were dropped.
     pub dropped: AtomicUsize,
-    /// Lets `mkdir slow` go on.
+    /// Lets a folder or file called `slow` be made.
     pub go: Notify,
     pub payloads_on_a_page: AtomicUsize,
     pub lookups: AtomicUsize,
@@ -46,8 +48,8 @@ struct Node {
 }
 
 impl Toy {
-    pub fn new() -> Arc<Toy> {
-        let toy = Toy { next: AtomicU64::new(2), ..Toy::default() };
+    pub fn new(keep: Duration) -> Arc<Toy> {
+        let toy = Toy { keep, next: AtomicU64::new(2), ..Toy::default() };
         let attr = Attr { ino: 1, mode: libc::S_IFDIR | 0o755, nlink: 2, ..Attr::default() };
         toy.state.lock().nodes.insert(1, Node { attr, data: Vec::new() });
         Arc::new(toy)
@@ -110,7 +112,11 @@ impl Toy {
                 drop(state);
                 Reply::entry(&self.add(ino, name, libc::S_IFDIR | mode))
             }
-            Op::Open { .. } => Reply::open(ino, 5, 0),
+            Op::Open { .. } => {
+                let never = state.names.get(&(1, b"never".to_vec())) == Some(&ino);
+                // Past the page cache a read belongs to its process and can be interrupted.
+                Reply::open(ino, 5, if never { abi::fopen::DIRECT_IO } else { 0 })
+            }
             Op::Opendir { .. } => Reply::opendir(ino, 5, 0),
             Op::Read { offset, size, .. } => {
                 let data = &state.nodes[&ino].data;
@@ -154,14 +160,19 @@ impl Toy {
             },
             Op::Flush { .. } | Op::Release { .. } | Op::Releasedir { .. } | Op::Fsync { .. } => Reply::done(),
             Op::Setlk { .. } => Reply::done(),
-            Op::Lseek { .. } => panic!("a handler that panics"),
+            Op::Link { .. } => panic!("a handler that panics"),
             _ => Reply::error(libc::ENOSYS),
         }
     }
 
     fn name_of(&self, ino: u64) -> Vec<u8> {
         let state = self.state.lock();
-        state.names.iter().find(|(_, child)| **child == ino).map(|((_, name), _)| name.clone()).unwrap_or_default()
+        state
+            .names
+            .iter()
+            .find(|(_, child)| **child == ino)
+            .map(|((_, name), _)| name.clone())
+            .unwrap_or_default()
     }
 }
 
@@ -195,12 +206,27 @@ impl Handler for Toy {
                 pending().await
             });
         }
+        if matches!(op, Op::Read { .. }) && self.name_of(header.nodeid) == b"later" {
+            return Box::pin(async move {
+                let _waiting = Waiting::new(&self);
+                self.go.notified().await;
+                Reply::data(vec![Bytes::from_static(&[1; 100])])
+            });
+        }
         if let Op::Mkdir { name: b"slow", mode, .. } = op {
             return Box::pin(async move {
                 let waiting = Waiting::new(&self);
                 self.go.notified().await;
                 drop(waiting);
                 Reply::entry(&self.add(header.nodeid, b"slow", libc::S_IFDIR | mode))
+            });
+        }
+        if let Op::Create { name: b"slow", mode, .. } = op {
+            return Box::pin(async move {
+                let waiting = Waiting::new(&self);
+                self.go.notified().await;
+                drop(waiting);
+                Reply::create(&self.add(header.nodeid, b"slow", libc::S_IFREG | mode), 5, 0)
             });
         }
         if let Op::Mkdir { name: b"yields", mode, .. } = op {
