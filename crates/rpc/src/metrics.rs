@@ -1,0 +1,50 @@
+//! What this crate counts, by name, unit and meaning.
+//!
+//! Handles are made once per connection or listener, so that counting costs an atomic add on the hot path.
+
+use metrics::{Counter, Gauge, counter, gauge};
+
+/// Connections taken that are open now.
+pub const CONNECTIONS: &str = "torchfs_rpc_connections";
+/// Requests taken.
+pub const REQUESTS: &str = "torchfs_rpc_requests_total";
+/// Requests cancelled by their caller before the answer was ready.
+pub const CANCELLED: &str = "torchfs_rpc_cancelled_total";
+/// Requests dropped because their deadline passed before the answer was ready.
+pub const EXPIRED: &str = "torchfs_rpc_expired_total";
+/// Connections closed because the peer sent bytes that are no frames.
+pub const GARBAGE: &str = "torchfs_rpc_garbage_total";
+/// Connections refused in the handshake, or because there are too many.
+pub const REFUSED: &str = "torchfs_rpc_refused_total";
+/// Connections closed because the peer was silent, or did not take or finish its frames in time.
+pub const STALLED: &str = "torchfs_rpc_stalled_total";
+/// Times a reader stopped because too much was in flight.
+pub const PAUSED: &str = "torchfs_rpc_paused_total";
+
+/// The handles of one listener.
+#[derive(Clone)]
+pub(crate) struct ServerMetrics {
+    pub connections: Gauge,
+    pub requests: Counter,
+    pub cancelled: Counter,
+    pub expired: Counter,
+    pub garbage: Counter,
+    pub refused: Counter,
+    pub stalled: Counter,
+    pub paused: Counter,
+}
+
+impl ServerMetrics {
+    pub fn new() -> ServerMetrics {
+        ServerMetrics {
+            connections: gauge!(CONNECTIONS),
+            requests: counter!(REQUESTS),
+            cancelled: counter!(CANCELLED),
+            expired: counter!(EXPIRED),
+            garbage: counter!(GARBAGE),
+            refused: counter!(REFUSED),
+            stalled: counter!(STALLED),
+            paused: counter!(PAUSED),
+        }
+    }
+}
