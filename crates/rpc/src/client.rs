@@ -63,7 +63,7 @@ impl Connection {
                 .set_nodelay(true)
                 .map_err(|e| Fault::new(Code::Unreachable, format!("cannot connect to {addr}: {e}")))?;
             let agreed = hello::call(&mut stream, addr, &config).await?;
-            Ok((stream, agreed))
+            Ok::<_, Fault>((stream, agreed))
         };
         let (stream, agreed) = match timeout(config.connect_timeout, connecting).await {
             Ok(connected) => connected?,

@@ -332,7 +332,7 @@ mod tests {
     #[test]
     fn a_hello_survives_its_bytes() {
         assert_eq!(Hello::decode(&hello().encode()), Some(hello()));
-        let backwards = Hello { versions: 3..=1, ..hello() };
+        let backwards = Hello { versions: std::ops::RangeInclusive::new(3, 1), ..hello() };
         assert_eq!(Hello::decode(&backwards.encode()), None);
     }
 

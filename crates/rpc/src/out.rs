@@ -225,7 +225,7 @@ impl<G> Out<G> {
     }
 
     fn send_memory(&self, batch: &VecDeque<Frame<G>>) -> io::Result<usize> {
-        let mut pieces = [const { IoSlice::new(&[]) }; PIECES_MAX];
+        let mut pieces = [IoSlice::new(&[]); PIECES_MAX];
         let mut count = 0;
         let mut more = false;
         for frame in batch {

@@ -13,7 +13,7 @@
 //! - Every task is in the set of its owner: requests and keeper with their connection, connections with the listener.
 
 use std::collections::HashMap;
-use std::future::{Future, pending};
+use std::future::pending;
 use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
