@@ -67,7 +67,6 @@ impl Batch {
     }
 
     /// The bytes for the log, within the limits.
-    #[allow(dead_code)]
     pub(crate) fn encode(&self) -> Result<Vec<u8>> {
         for change in &self.changes {
             let key = change.key();
@@ -101,7 +100,6 @@ impl Batch {
     }
 
     /// The changes of a body from the log. `None` if the bytes make no sense.
-    #[allow(dead_code)]
     pub(crate) fn decode(mut body: &[u8], count: u32) -> Option<Vec<Change>> {
         // Each change takes at least its header and one byte of key, so the count cannot ask for more than this.
         if count as usize > body.len() / (CHANGE_HEADER + 1) {

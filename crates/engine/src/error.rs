@@ -93,7 +93,6 @@ pub enum Error {
 }
 
 impl Error {
-    #[allow(dead_code)]
     pub(crate) fn io(what: impl Into<String>) -> impl FnOnce(io::Error) -> Error {
         let what = what.into();
         move |source| Error::Io { what, source }

@@ -5,9 +5,9 @@
 //! append. What was ordered but not durable when everything dies is lost from the end only: what is left is always a
 //! prefix of the order.
 //!
-//! `Embedded` keeps the log in preallocated, recycled files, what is not yet in the replica in memory (the overlay),
+//! [`Embedded`] keeps the log in preallocated, recycled files, what is not yet in the replica in memory (the overlay),
 //! and the rest in LMDB. A later form keeps log and state in PostgreSQL with standbys that follow; it answers to the
-//! same trait and the same conformance suite.
+//! same trait and the same [`conformance`] suite.
 //!
 //! # Invariants
 //! - `durable() <= ordered()`, both only rise, and after a restart `ordered()` is at least the last `durable()` told.
@@ -20,13 +20,23 @@
 //! - Waiting without a thread: servers use [`Engine::on_durable`] to wake their own waiters.
 
 mod batch;
+pub mod conformance;
+mod embedded;
 mod error;
+mod identity;
+mod log;
+mod metrics;
+mod overlay;
+mod replica;
 
 use std::ops::ControlFlow;
 use std::time::Duration;
 
 pub use batch::{BODY_MAX, Batch, Change, KEY_MAX, VALUE_MAX};
+pub use embedded::{Config, Embedded};
 pub use error::{Error, Result};
+pub use log::{LogConfig, RECORD_VERSION};
+pub use replica::{Lmdb, LmdbConfig, MemReplica, Replica, Room, View};
 pub use torchfs_proto::{ClusterId, Fence, Incarnation, Seq};
 
 /// Receives each pair of a scan; `Break` ends it.
