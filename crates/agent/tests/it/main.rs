@@ -3,5 +3,8 @@
 //! They need `/dev/fuse` and the right to mount; without either they say so and pass, since the protocol itself is
 //! tested without it.
 
+#![allow(clippy::unwrap_used)] // helpers of tests
+
+mod cost;
 mod session;
 mod toy;

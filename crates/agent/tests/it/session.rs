@@ -17,8 +17,8 @@ use torchfs_agent::{Error, FuseConfig, Mounted};
 use crate::toy::{LONG, Toy};
 
 /// A toy mounted for one test.
-struct Stage {
-    toy: Arc<Toy>,
+pub struct Stage {
+    pub toy: Arc<Toy>,
     mounted: Mounted,
     runtime: tokio::runtime::Runtime,
     _dir: tempfile::TempDir,
@@ -31,7 +31,7 @@ impl Stage {
     }
 
     /// `None` where nothing can be mounted.
-    fn with(config: FuseConfig, keep: Duration) -> Option<Stage> {
+    pub fn with(config: FuseConfig, keep: Duration) -> Option<Stage> {
         let dir = tempfile::tempdir().unwrap();
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
@@ -50,15 +50,15 @@ impl Stage {
         }
     }
 
-    fn at(&self, name: &str) -> PathBuf {
+    pub fn at(&self, name: &str) -> PathBuf {
         self.path.join(name)
     }
 
-    fn tell(&self, notice: Notice) {
+    pub fn tell(&self, notice: Notice) {
         self.runtime.block_on(self.mounted.notifier().apply(notice)).unwrap();
     }
 
-    fn end(mut self) {
+    pub fn end(mut self) {
         // Another test that starts a process holds our open files for a moment, between fork and exec.
         until("nobody uses the mount", || {
             match self.runtime.block_on(self.mounted.unmount(Umount::Normal)) {
