@@ -23,7 +23,7 @@ pub struct FuseConfig {
     pub lock_waits_max: u32,
     /// Write payloads held without a copy, `max_write` bytes each.
     pub buffers_max: usize,
-    /// Notifications that wait to be sent.
+    /// Notifications that wait to be sent before those that mean the same are gathered.
     pub notices_max: usize,
     /// How long an operation may go on after its caller got a signal. On a local disk it could not be interrupted at all.
     pub interrupt_grace: Duration,
@@ -44,7 +44,7 @@ impl Default for FuseConfig {
             tasks_max: 4096,
             lock_waits_max: 4096,
             buffers_max: 64,
-            notices_max: 1024,
+            notices_max: 16_384,
             interrupt_grace: Duration::from_secs(1),
             drain_max: Duration::from_secs(60),
             init_max: Duration::from_secs(30),

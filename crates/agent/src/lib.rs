@@ -1,6 +1,13 @@
 //! The node agent: the FUSE mount over vfs.
 //!
-//! `fuse` speaks the kernel's protocol, `mount` makes and takes away mounts.
+//! [`mount::mount`] opens `/dev/fuse` and mounts it, [`fuse`] speaks the kernel's protocol on it, `ops` turns requests into
+//! calls of the vfs, and [`mount()`] puts the three together.
+//!
+//! # Invariants
+//! - Only `ops` knows both the kernel's words and the vfs's; `fuse` and `mount` know nothing of volumes.
+//!
+//! # Not here
+//! - What a file system is: `torchfs_vfs`. Reading settings and starting the runtime: `torchfs_cli`.
 
 mod config;
 mod error;
@@ -8,7 +15,11 @@ pub mod fuse;
 mod metrics;
 pub mod mount;
 mod mounted;
+mod ops;
+mod refusal;
+mod served;
 
 pub use config::FuseConfig;
 pub use error::Error;
-pub use mounted::Mounted;
+pub use mounted::{Mounted, mount};
+pub use served::Served;

@@ -1,99 +1,67 @@
-//! A mount being served: from mount(2) to the last reply.
+//! A mounted volume: the vfs, the mount that serves it, and their common end.
 //!
 //! # Invariants
-//! - Dropping a [`Mounted`] takes the mount away by force; a clean end goes through [`Mounted::unmount`].
+//! - The vfs is shut down after the last operation, never before.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
-use tokio::runtime::Handle;
+use torchfs_vfs::{Host, Vfs};
 
-use crate::fuse::{Agreed, Device, Handler, Notifier, Session};
-use crate::mount::{self, MountOptions, Umount};
+use crate::mount::{MountOptions, Umount};
+use crate::ops::{KernelHost, Ops};
+use crate::served::Served;
 use crate::{Error, FuseConfig};
 
-/// A mount being served.
-#[derive(Debug)]
+/// A mounted volume.
 pub struct Mounted {
-    session: Session,
-    agreed: Agreed,
-    path: PathBuf,
-    ended: bool,
+    served: Served,
+    vfs: Vfs,
+}
+
+/// Mounts a volume. `vfs` is made with the way to tell the kernel things; the mount answers when this returns.
+pub async fn mount(
+    options: &MountOptions,
+    config: FuseConfig,
+    vfs: impl FnOnce(Arc<dyn Host>) -> Vfs,
+) -> Result<Mounted, Error> {
+    let mut made = None;
+    let served = Served::new(options, config, |notifier| {
+        let vfs = vfs(Arc::new(KernelHost(notifier.clone())));
+        made = Some(vfs.clone());
+        Arc::new(Ops::new(vfs))
+    })
+    .await?;
+    let vfs = made.ok_or(Error::Ended)?;
+    Ok(Mounted { served, vfs })
 }
 
 impl Mounted {
-    /// Mounts and serves. Returns once the kernel has shaken hands.
-    pub async fn new<H: Handler>(
-        options: &MountOptions,
-        config: FuseConfig,
-        handler: impl FnOnce(&Notifier) -> Arc<H>,
-    ) -> Result<Mounted, Error> {
-        let (device, path) = mount::mount(options)?;
-        Mounted::serve(device, path, config, None, handler).await
-    }
-
-    /// Serves a mount that was made before, perhaps by a supervisor; `agreed` is what an earlier agent negotiated on it.
-    pub async fn serve<H: Handler>(
-        device: Device,
-        path: PathBuf,
-        config: FuseConfig,
-        agreed: Option<Agreed>,
-        handler: impl FnOnce(&Notifier) -> Arc<H>,
-    ) -> Result<Mounted, Error> {
-        let session = Session::start(device, config, agreed, &Handle::current(), handler)?;
-        let agreed = match tokio::time::timeout(config.init_max, session.ready()).await {
-            Ok(Ok(agreed)) => agreed,
-            failed => {
-                // Nobody holds a handle on this mount, so it must not stay behind.
-                let _ = umount(path, Umount::Force).await;
-                return Err(failed.map_or(Error::Ended, |ready| ready.err().unwrap_or(Error::Ended)));
-            }
-        };
-        if let Err(error) = mount::set_readahead(&path, config.readahead) {
-            tracing::warn!(%error, "the kernel keeps its small readahead");
-        }
-        Ok(Mounted { session, agreed, path, ended: false })
-    }
-
     /// Where it is mounted.
     pub fn path(&self) -> &Path {
-        &self.path
+        self.served.path()
     }
 
-    /// What was negotiated with the kernel; the next agent on the same mount needs it.
-    pub fn agreed(&self) -> Agreed {
-        self.agreed
+    /// The vfs below.
+    pub fn vfs(&self) -> &Vfs {
+        &self.vfs
     }
 
-    /// Tells the kernel things.
-    pub fn notifier(&self) -> &Notifier {
-        self.session.notifier()
+    /// Waits until somebody has taken the mount away, then writes everything back and ends the session.
+    pub async fn wait(&mut self) -> Result<(), Error> {
+        self.served.wait().await;
+        Ok(self.vfs.shutdown().await?)
     }
 
-    /// Waits until somebody has taken the mount away and every operation under way has ended.
-    pub async fn wait(&mut self) {
-        self.session.ended().await;
-        self.ended = true;
-        self.session.join();
-    }
-
-    /// Takes the mount away and waits for its end. With [`Umount::Lazy`] that is when its last user leaves.
+    /// Takes the mount away, writes everything back and ends the session. If the mount is in use, it stays as it is
+    /// and says so; with [`Umount::Force`] it goes anyway, after what programs wrote so far is written back.
     pub async fn unmount(&mut self, how: Umount) -> Result<(), Error> {
-        umount(self.path.clone(), how).await?;
-        self.wait().await;
-        Ok(())
-    }
-}
-
-impl Drop for Mounted {
-    fn drop(&mut self) {
-        if !self.ended {
-            let _ = mount::umount(&self.path, Umount::Force);
+        if how != Umount::Normal
+            && let Err(fault) = self.vfs.syncfs().await
+        {
+            tracing::error!(%fault, "not everything could be written back");
         }
+        self.served.unmount(how).await?;
+        Ok(self.vfs.shutdown().await?)
     }
-}
-
-/// The kernel may ask us things while it unmounts, so no thread of the runtime may be the one that waits.
-async fn umount(path: PathBuf, how: Umount) -> Result<(), Error> {
-    tokio::task::spawn_blocking(move || mount::umount(&path, how)).await.unwrap_or(Err(Error::Ended))
 }

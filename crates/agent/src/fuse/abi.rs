@@ -16,6 +16,9 @@ pub const VERSION_MINOR: u32 = 45;
 /// The oldest minor version served: 7.36 (Linux 5.17) brought the 64-bit INIT flags.
 pub const VERSION_MINOR_MIN: u32 = 36;
 
+/// The minor version that brought the notification INC_EPOCH.
+pub const VERSION_MINOR_EPOCH: u32 = 44;
+
 /// The node id of the mount's root.
 pub const ROOT_ID: u64 = 1;
 /// Bytes of the header before every request.
@@ -181,4 +184,5 @@ pub mod notify {
     pub const STORE: i32 = 4;
     pub const DELETE: i32 = 6;
     pub const RESEND: i32 = 7;
+    pub const INC_EPOCH: i32 = 8;
 }

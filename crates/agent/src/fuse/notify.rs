@@ -5,14 +5,17 @@
 //! of ours, in the order they were posted; whoever needs the effect awaits it.
 //!
 //! # Invariants
-//! - The order of notices is the order of their posting.
-//! - The queue is bounded; posting waits for room, outside of any lock.
+//! - The order of notices is the order of their posting, but for a queue that grew too long: then notices that mean
+//!   the same become one, and all stale entries one new epoch of every entry. Nothing that was posted is lost.
+//! - Posting never waits and holds no lock while anything is written. So it may be done from anywhere.
 
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::io;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use tokio::sync::{mpsc, oneshot};
+use parking_lot::{Condvar, Mutex};
+use tokio::sync::oneshot;
 
 use super::abi::{self, notify};
 use super::device::Device;
@@ -58,83 +61,187 @@ pub enum Notice {
         /// The bytes, sent from where they lie.
         data: Vec<Bytes>,
     },
+    /// Every entry the kernel holds is stale.
+    Epoch,
     /// Hand out again every request that was read but not answered (after an agent's death).
     Resend,
 }
 
 /// Posts notices; cheap to clone.
 #[derive(Clone, Debug)]
-pub struct Notifier(mpsc::Sender<Posted>);
+pub struct Notifier(Arc<Shared>);
 
 #[derive(Debug)]
-enum Posted {
-    Notice(Notice, Option<oneshot::Sender<io::Result<()>>>),
-    Stop,
+struct Shared {
+    queue: Mutex<Queue>,
+    more: Condvar,
+    bound: usize,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    items: VecDeque<Item>,
+    /// Gather what means the same when the queue has grown to this.
+    gather_at: usize,
+    /// Whether the kernel knows epochs.
+    epochs: bool,
+    stopped: bool,
+}
+
+#[derive(Debug)]
+enum Item {
+    Notice(Notice),
+    /// Everything before has been delivered.
+    Barrier(oneshot::Sender<()>),
 }
 
 /// The thread that writes notices, until [`Notifier::stop`].
 pub(super) struct Writer {
-    queue: mpsc::Receiver<Posted>,
+    shared: Arc<Shared>,
     device: Arc<Device>,
 }
 
 impl Notifier {
     pub(super) fn new(device: Arc<Device>, bound: usize) -> (Notifier, Writer) {
-        let (sender, queue) = mpsc::channel(bound.max(1));
-        (Notifier(sender), Writer { queue, device })
+        let bound = bound.max(16);
+        let queue = Mutex::new(Queue { gather_at: bound, ..Queue::default() });
+        let shared = Arc::new(Shared { queue, more: Condvar::new(), bound });
+        (Notifier(Arc::clone(&shared)), Writer { shared, device })
     }
 
-    /// Puts a notice into the queue, waiting for room. It has no effect once the mount is gone.
-    pub async fn post(&self, notice: Notice) {
-        let _ = self.0.send(Posted::Notice(notice, None)).await;
-    }
-
-    /// Puts a notice into the queue if there is room; gives it back if there is none.
-    pub fn try_post(&self, notice: Notice) -> Result<(), Notice> {
-        match self.0.try_send(Posted::Notice(notice, None)) {
-            Err(mpsc::error::TrySendError::Full(Posted::Notice(notice, _))) => Err(notice),
-            _ => Ok(()),
+    /// Queues a notice. It has no effect once the mount is gone.
+    pub fn post(&self, notice: Notice) {
+        let mut queue = self.0.queue.lock();
+        if queue.stopped {
+            return;
         }
+        queue.items.push_back(Item::Notice(notice));
+        if queue.items.len() >= queue.gather_at {
+            let epochs = queue.epochs;
+            gather(&mut queue.items, epochs);
+            // If most of it cannot be gathered, do not try again at once.
+            queue.gather_at = self.0.bound.max(queue.items.len() * 2);
+        }
+        drop(queue);
+        self.0.more.notify_one();
     }
 
-    /// Posts a notice and waits until the kernel has acted on it. Something the kernel does not hold, or a mount that is
-    /// gone, is no error: there is nothing stale.
-    pub async fn apply(&self, notice: Notice) -> io::Result<()> {
+    /// Queues a notice unless the queue is full: for hints, which may get lost.
+    pub fn offer(&self, notice: Notice) -> bool {
+        let full = self.0.queue.lock().items.len() >= self.0.bound;
+        if !full {
+            self.post(notice);
+        }
+        !full
+    }
+
+    /// Ready when everything posted before was delivered, or the mount is gone.
+    pub fn settled(&self) -> impl Future<Output = ()> + Send + 'static {
         let (done, wait) = oneshot::channel();
-        if self.0.send(Posted::Notice(notice, Some(done))).await.is_err() {
-            return Ok(());
+        let mut queue = self.0.queue.lock();
+        if !queue.stopped {
+            queue.items.push_back(Item::Barrier(done));
         }
-        wait.await.unwrap_or(Ok(()))
+        drop(queue);
+        self.0.more.notify_one();
+        async move {
+            let _ = wait.await;
+        }
     }
 
-    /// Ends the writing thread after what is queued.
+    /// Posts a notice and waits until it was delivered.
+    pub async fn apply(&self, notice: Notice) {
+        self.post(notice);
+        self.settled().await;
+    }
+
+    /// The kernel said whether it knows epochs.
+    pub(super) fn set_epochs(&self, epochs: bool) {
+        self.0.queue.lock().epochs = epochs;
+    }
+
+    /// Ends the writing thread; what is queued has no effect any more.
     pub(super) fn stop(&self) {
-        let _ = self.0.blocking_send(Posted::Stop);
+        let mut queue = self.0.queue.lock();
+        queue.stopped = true;
+        queue.items.clear();
+        drop(queue);
+        self.0.more.notify_one();
     }
 }
 
 impl Writer {
     /// Writes notices until told to stop.
-    pub fn run(mut self) {
-        while let Some(Posted::Notice(notice, done)) = self.queue.blocking_recv() {
-            let result = self.write(&notice);
-            if let Err(error) = &result {
-                tracing::warn!(%error, ?notice, "the kernel refused a notification");
-            }
-            if let Some(done) = done {
-                let _ = done.send(result);
+    pub fn run(self) {
+        while let Some(item) = self.next() {
+            match item {
+                Item::Notice(notice) => self.write(&notice),
+                Item::Barrier(done) => {
+                    let _ = done.send(());
+                }
             }
         }
     }
 
-    fn write(&self, notice: &Notice) -> io::Result<()> {
+    fn next(&self) -> Option<Item> {
+        let mut queue = self.shared.queue.lock();
+        loop {
+            if queue.stopped {
+                return None;
+            }
+            if let Some(item) = queue.items.pop_front() {
+                if queue.items.is_empty() {
+                    queue.gather_at = self.shared.bound;
+                }
+                return Some(item);
+            }
+            self.shared.more.wait(&mut queue);
+        }
+    }
+
+    fn write(&self, notice: &Notice) {
         metrics::notices().increment(1);
         let (code, fixed, data) = encode(notice);
         match self.device.notify(code, &fixed, data) {
-            Err(error) if is_harmless(&error) => Ok(()),
-            result => result,
+            Err(error) if !is_harmless(&error) => {
+                tracing::warn!(%error, ?notice, "the kernel refused a notification");
+            }
+            _ => {}
         }
     }
+}
+
+/// Makes notices that mean the same one: inodes become stale as a whole, entries all at once if the kernel can.
+/// Barriers go to the end, so they still come after what they waited for.
+fn gather(items: &mut VecDeque<Item>, epochs: bool) {
+    let mut inodes: BTreeMap<u64, bool> = BTreeMap::new();
+    let mut entries = HashSet::new();
+    let (mut others, mut barriers) = (Vec::new(), Vec::new());
+    for item in items.drain(..) {
+        match item {
+            Item::Notice(Notice::Inode { ino, offset, .. }) => {
+                *inodes.entry(ino).or_default() |= offset.is_some()
+            }
+            Item::Notice(Notice::Entry { parent, name, .. }) => {
+                entries.insert((parent, name));
+            }
+            Item::Notice(other) => others.push(Item::Notice(other)),
+            barrier => barriers.push(barrier),
+        }
+    }
+    items.extend(others);
+    items.extend(
+        inodes
+            .into_iter()
+            .map(|(ino, data)| Item::Notice(Notice::Inode { ino, offset: data.then_some(0), len: 0 })),
+    );
+    if epochs && !entries.is_empty() {
+        items.push_back(Item::Notice(Notice::Epoch));
+    } else {
+        let entry = |(parent, name)| Item::Notice(Notice::Entry { parent, name, expire_only: false });
+        items.extend(entries.into_iter().map(entry));
+    }
+    items.extend(barriers);
 }
 
 fn is_harmless(error: &io::Error) -> bool {
@@ -182,6 +289,7 @@ fn encode(notice: &Notice) -> (i32, Vec<u8>, &[Bytes]) {
             put_u32(&mut out, 0);
             return (notify::STORE, out, data);
         }
+        Notice::Epoch => notify::INC_EPOCH,
         Notice::Resend => notify::RESEND,
     };
     (code, out, &[])
@@ -195,6 +303,42 @@ fn put_name(out: &mut Vec<u8>, name: &[u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn entry(parent: u64, name: &'static [u8]) -> Notice {
+        Notice::Entry { parent, name: Bytes::from_static(name), expire_only: false }
+    }
+
+    fn gathered(notices: Vec<Notice>, epochs: bool) -> Vec<Notice> {
+        let mut items: VecDeque<Item> = notices.into_iter().map(Item::Notice).collect();
+        let (done, _wait) = oneshot::channel();
+        items.insert(1, Item::Barrier(done));
+        gather(&mut items, epochs);
+        assert!(matches!(items.pop_back(), Some(Item::Barrier(_))), "barriers come last");
+        items
+            .into_iter()
+            .map(|item| if let Item::Notice(notice) = item { notice } else { panic!() })
+            .collect()
+    }
+
+    #[test]
+    fn a_long_queue_is_gathered_and_loses_nothing() {
+        let inode = |ino, offset, len| Notice::Inode { ino, offset, len };
+        let notices = vec![
+            inode(5, None, 0),
+            inode(5, Some(4096), 100),
+            inode(6, None, 0),
+            inode(6, None, 0),
+            entry(1, b"a"),
+            entry(1, b"a"),
+            entry(2, b"a"),
+            Notice::Resend,
+        ];
+        let whole = [Notice::Resend, inode(5, Some(0), 0), inode(6, None, 0), Notice::Epoch];
+        assert_eq!(gathered(notices.clone(), true), whole);
+        let named = gathered(notices, false);
+        assert_eq!(named.len(), 5);
+        assert!(named.contains(&entry(1, b"a")) && named.contains(&entry(2, b"a")));
+    }
 
     #[test]
     fn notices_have_the_kernels_layout() {
@@ -213,6 +357,6 @@ mod tests {
         let (code, out, data) = encode(&store);
         assert_eq!((code, out.len(), data.len()), (4, 24, 1));
         assert_eq!(out[16..20], 2u32.to_ne_bytes());
-        assert_eq!(encode(&Notice::Resend).0, 7);
+        assert_eq!((encode(&Notice::Resend).0, encode(&Notice::Epoch).0), (7, 8));
     }
 }

@@ -84,6 +84,7 @@ impl Session {
         let shared = Arc::new(Shared {
             device,
             handler: handler(&notifier),
+            notifier: notifier.clone(),
             pool: Pool::new(config.max_write as usize, config.buffers_max),
             interrupts: Arc::default(),
             tasks: Arc::new(Semaphore::new(config.tasks_max as usize)),
@@ -103,15 +104,15 @@ impl Session {
             config,
             threads: Vec::new(),
         };
+        if let Some(Ok(agreed)) = *session.agreed.borrow() {
+            notifier.set_epochs(agreed.minor >= abi::VERSION_MINOR_EPOCH);
+        }
         session.spawn("fuse-notify".into(), move || writer.run())?;
         for number in 0..config.readers.max(1) {
-            let (shared, notifier) = (Arc::clone(&shared), notifier.clone());
+            let reader = Reader(Arc::clone(&shared));
             session.spawn(format!("fuse-{number}"), move || {
-                let reader = Reader(shared);
                 reader.run();
-                if reader.leave() {
-                    notifier.stop();
-                }
+                reader.leave();
             })?;
         }
         Ok(session)
@@ -164,6 +165,7 @@ impl Session {
 struct Shared<H> {
     device: Arc<Device>,
     handler: Arc<H>,
+    notifier: Notifier,
     pool: Arc<Pool>,
     interrupts: Arc<Interrupts>,
     tasks: Arc<Semaphore>,
@@ -199,14 +201,14 @@ impl<H: Handler> Reader<H> {
         }
     }
 
-    /// Counts this reader out; true for the last one.
-    fn leave(&self) -> bool {
-        let mut last = false;
+    /// Counts this reader out. With the last one the kernel listens no more.
+    fn leave(&self) {
         self.0.readers.send_modify(|readers| {
             *readers -= 1;
-            last = *readers == 0;
+            if *readers == 0 {
+                self.0.notifier.stop();
+            }
         });
-        last
     }
 
     fn serve(&self, buffer: &mut Buffer, len: usize) {
@@ -227,6 +229,7 @@ impl<H: Handler> Reader<H> {
                 let answer = Answer::new(&self.0, header.unique);
                 let agreed = match negotiate(&init, &self.0.config.wish()) {
                     Ok((reply, agreed)) => {
+                        self.0.notifier.set_epochs(agreed.minor >= abi::VERSION_MINOR_EPOCH);
                         answer.send(reply);
                         Ok(agreed)
                     }

@@ -12,14 +12,14 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 use bytes::Bytes;
 use torchfs_agent::fuse::{Notice, abi};
 use torchfs_agent::mount::{MountOptions, Umount, mount, umount};
-use torchfs_agent::{Error, FuseConfig, Mounted};
+use torchfs_agent::{Error, FuseConfig, Served};
 
 use crate::toy::{LONG, Toy};
 
-/// A toy mounted for one test.
+/// A toy served for one test.
 pub struct Stage {
     pub toy: Arc<Toy>,
-    mounted: Mounted,
+    served: Served,
     runtime: tokio::runtime::Runtime,
     _dir: tempfile::TempDir,
     path: PathBuf,
@@ -30,7 +30,7 @@ impl Stage {
         Stage::with(FuseConfig::default(), Duration::ZERO)
     }
 
-    /// `None` where nothing can be mounted.
+    /// `None` where nothing can be served.
     pub fn with(config: FuseConfig, keep: Duration) -> Option<Stage> {
         let dir = tempfile::tempdir().unwrap();
         let runtime =
@@ -38,10 +38,8 @@ impl Stage {
         let toy = Toy::new(keep);
         let options = MountOptions::new(dir.path());
         let handler = Arc::clone(&toy);
-        match runtime.block_on(Mounted::new(&options, config, move |_| handler)) {
-            Ok(mounted) => {
-                Some(Stage { toy, path: mounted.path().to_path_buf(), mounted, runtime, _dir: dir })
-            }
+        match runtime.block_on(Served::new(&options, config, move |_| handler)) {
+            Ok(served) => Some(Stage { toy, path: served.path().to_path_buf(), served, runtime, _dir: dir }),
             Err(error @ (Error::NoDevice(_) | Error::NoRights { .. })) => {
                 eprintln!("skipped: {error}");
                 None
@@ -55,18 +53,16 @@ impl Stage {
     }
 
     pub fn tell(&self, notice: Notice) {
-        self.runtime.block_on(self.mounted.notifier().apply(notice)).unwrap();
+        self.runtime.block_on(self.served.notifier().apply(notice));
     }
 
     pub fn end(mut self) {
         // Another test that starts a process holds our open files for a moment, between fork and exec.
-        until("nobody uses the mount", || {
-            match self.runtime.block_on(self.mounted.unmount(Umount::Normal)) {
-                Err(Error::InUse { .. }) => false,
-                ended => {
-                    ended.unwrap();
-                    true
-                }
+        until("nobody uses the mount", || match self.runtime.block_on(self.served.unmount(Umount::Normal)) {
+            Err(Error::InUse { .. }) => false,
+            ended => {
+                ended.unwrap();
+                true
             }
         });
     }
@@ -141,7 +137,7 @@ fn the_mounts_readahead_is_raised() {
 #[test]
 fn the_kernel_agrees_to_what_we_rest_on() {
     let Some(stage) = Stage::new() else { return };
-    let agreed = stage.mounted.agreed();
+    let agreed = stage.served.agreed();
     use abi::feature::*;
     assert!(agreed.has(EXPLICIT_INVAL_DATA | HANDLE_KILLPRIV_V2 | PARALLEL_DIROPS | CACHE_SYMLINKS));
     assert!(!agreed.has(WRITEBACK_CACHE));
@@ -187,6 +183,11 @@ fn stale_data_and_entries_are_dropped_when_told() {
     assert!(!stage.at("file").exists(), "the kernel may keep that there is none");
     stage.tell(entry(false));
     assert!(stage.at("file").exists());
+    stage.toy.remove("file");
+    if stage.served.agreed().minor >= abi::VERSION_MINOR_EPOCH {
+        stage.tell(Notice::Epoch);
+        assert!(!stage.at("file").exists(), "every entry is stale");
+    }
     // What the kernel does not hold is no error.
     stage.tell(Notice::Entry { parent: 1, name: Bytes::from_static(b"unknown"), expire_only: true });
     stage.tell(Notice::Inode { ino: 999, offset: None, len: 0 });
@@ -211,7 +212,7 @@ fn pushed_data_is_read_without_asking_us() {
 #[test]
 fn resend_is_understood_by_the_kernel() {
     let Some(stage) = Stage::new() else { return };
-    if stage.mounted.agreed().has(abi::feature::HAS_RESEND) {
+    if stage.served.agreed().has(abi::feature::HAS_RESEND) {
         stage.tell(Notice::Resend);
     }
     fs::write(stage.at("file"), "still works").unwrap();
@@ -307,12 +308,12 @@ fn a_mount_in_use_stays_until_it_is_forced() {
     let Some(mut stage) = Stage::new() else { return };
     fs::write(stage.at("file"), "x").unwrap();
     let file = File::open(stage.at("file")).unwrap();
-    let busy = stage.runtime.block_on(stage.mounted.unmount(Umount::Normal)).unwrap_err();
+    let busy = stage.runtime.block_on(stage.served.unmount(Umount::Normal)).unwrap_err();
     assert!(matches!(busy, Error::InUse { .. }), "{busy}");
     assert!(busy.to_string().contains("--lazy"), "{busy}");
     let again = mount(&MountOptions::new(&stage.path)).unwrap_err();
     assert!(matches!(again, Error::Busy { .. }), "{again}");
-    stage.runtime.block_on(stage.mounted.unmount(Umount::Force)).unwrap();
+    stage.runtime.block_on(stage.served.unmount(Umount::Force)).unwrap();
     assert_eq!(file.metadata().unwrap_err().raw_os_error(), Some(libc::ENOTCONN));
     assert_eq!(fs::read_dir(&stage.path).unwrap().count(), 0);
 }
@@ -338,7 +339,7 @@ fn a_mount_taken_away_from_outside_ends_the_session() {
     let Some(mut stage) = Stage::new() else { return };
     fs::write(stage.at("file"), "x").unwrap();
     until("nobody uses the mount", || umount(&stage.path, Umount::Normal).is_ok());
-    stage.runtime.block_on(stage.mounted.wait());
+    stage.runtime.block_on(stage.served.wait());
 }
 
 /// A short grace, since these tests wait it out.

@@ -1,0 +1,492 @@
+//! Kernel words to our words: each FUSE request becomes one call of the vfs; the errno is chosen here, once.
+//!
+//! # Invariants
+//! - Whatever the vfs counts (references, handles) and the kernel does not get is given back.
+//! - No request is answered with more trust (timeouts, kept pages) than the vfs allows.
+//!
+//! # Not here
+//! - Meaning of operations: `torchfs_vfs`. When and where they run: [`crate::fuse::Session`].
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use torchfs_proto::attr::{self, Kind};
+use torchfs_proto::msg::meta::{FileLock, LockKind, LockType, VolumeUse, rename};
+use torchfs_proto::{Code, Fault, Ino};
+use torchfs_vfs::{Caller, Found, Host, Node, Opened, Seek, Vfs, WriteFlags};
+
+use crate::fuse::{
+    Attr, Call, Entry, Handler, Header, Listing, Lock, Notice, Notifier, Op, Reply, SetAttr, SetTime, Statfs,
+    Time, Undo, Write, abi,
+};
+use crate::refusal::Refusals;
+
+/// Serves a mount from a vfs.
+pub struct Ops {
+    vfs: Vfs,
+    refusals: Arc<Refusals>,
+}
+
+type Outcome = Result<Reply, Fault>;
+
+impl Ops {
+    /// Serves this vfs.
+    pub fn new(vfs: Vfs) -> Ops {
+        Ops { vfs, refusals: Arc::default() }
+    }
+
+    /// The call whose fault becomes an errno.
+    fn answer(&self, op: impl Future<Output = Outcome> + Send + 'static) -> Call {
+        let refusals = Arc::clone(&self.refusals);
+        Box::pin(async move { op.await.unwrap_or_else(|fault| Reply::error(refusals.errno(&fault))) })
+    }
+}
+
+impl Handler for Ops {
+    fn call(self: Arc<Self>, header: Header, op: Op<'_>, payload: Bytes) -> Call {
+        let vfs = self.vfs.clone();
+        let ino = Ino(header.nodeid);
+        let caller = Caller { uid: header.uid, gid: header.gid, pid: header.pid };
+        match op {
+            Op::Lookup { name } => {
+                let name = Bytes::copy_from_slice(name);
+                self.answer(async move { lookup(&vfs, ino, &name).await })
+            }
+            Op::Getattr { fh } => self.answer(async move {
+                let node = vfs.getattr(ino, fh).await?;
+                Ok(Reply::attr(&to_attr(&node.attr), node.ttl))
+            }),
+            Op::Statx { fh, .. } => self.answer(async move {
+                let node = vfs.getattr(ino, fh).await?;
+                Ok(Reply::statx(&to_attr(&node.attr), node.ttl))
+            }),
+            Op::Setattr(set) => self.answer(async move {
+                let node = vfs.setattr(ino, set.fh, to_setattr(&set)).await?;
+                Ok(Reply::attr(&to_attr(&node.attr), node.ttl))
+            }),
+            Op::Readlink => self.answer(async move { Ok(Reply::bytes(vfs.readlink(ino).await?)) }),
+            Op::Mknod { name, mode, rdev, .. } => {
+                // A mode without a kind is a file's.
+                let kind = Kind::from_mode(mode).unwrap_or(Kind::File);
+                self.make(caller, ino, name, kind, mode, rdev, b"")
+            }
+            Op::Mkdir { name, mode, .. } => self.make(caller, ino, name, Kind::Dir, mode, 0, b""),
+            Op::Symlink { name, target } => self.make(caller, ino, name, Kind::Symlink, 0o777, 0, target),
+            Op::Unlink { name } => {
+                let name = Bytes::copy_from_slice(name);
+                self.answer(async move { vfs.unlink(ino, &name).await.map(|()| Reply::done()) })
+            }
+            Op::Rmdir { name } => {
+                let name = Bytes::copy_from_slice(name);
+                self.answer(async move { vfs.rmdir(ino, &name).await.map(|()| Reply::done()) })
+            }
+            Op::Rename { name, new_parent, new_name, flags } => {
+                if flags & !(rename::NOREPLACE | rename::EXCHANGE) != 0 {
+                    return refuse(libc::EINVAL);
+                }
+                let (name, new_name) = (Bytes::copy_from_slice(name), Bytes::copy_from_slice(new_name));
+                self.answer(async move {
+                    vfs.rename(ino, &name, Ino(new_parent), &new_name, flags).await.map(|()| Reply::done())
+                })
+            }
+            Op::Link { inode, name } => {
+                let name = Bytes::copy_from_slice(name);
+                self.answer(async move { Ok(Reply::entry(&made(&vfs.link(Ino(inode), ino, &name).await?))) })
+            }
+            Op::Open { flags, .. } => self.answer(async move {
+                let opened = vfs.open(ino, flags.cast_signed()).await?;
+                Ok(Reply::open(ino.0, opened.fh, file_flags(&opened)))
+            }),
+            Op::Create { name, flags, mode, .. } => {
+                let name = Bytes::copy_from_slice(name);
+                self.answer(async move {
+                    let (node, opened) =
+                        vfs.create(caller, ino, &name, mode & 0o7777, flags.cast_signed()).await?;
+                    Ok(Reply::create(&made(&node), opened.fh, file_flags(&opened)))
+                })
+            }
+            Op::Tmpfile { flags, mode, .. } => self.answer(async move {
+                let (node, opened) = vfs.tmpfile(caller, ino, mode & 0o7777, flags.cast_signed()).await?;
+                Ok(Reply::create(&made(&node), opened.fh, file_flags(&opened)))
+            }),
+            Op::Read { fh, offset, size, flags, .. } => self.answer(async move {
+                Ok(Reply::data(vfs.read(ino, fh, offset, size, flags.cast_signed()).await?))
+            }),
+            Op::Write { write, .. } => self.answer(async move {
+                Ok(Reply::written(
+                    vfs.write(ino, write.fh, write.offset, payload, to_write_flags(&write)).await?,
+                ))
+            }),
+            Op::Flush { fh, lock_owner } => {
+                self.answer(async move { vfs.flush(ino, fh, lock_owner).await.map(|()| Reply::done()) })
+            }
+            Op::Release { fh, lock_owner, flock_unlock, .. } => self.answer(async move {
+                vfs.release(ino, fh, flock_unlock.then_some(lock_owner)).await;
+                Ok(Reply::done())
+            }),
+            Op::Fsync { fh, data_only } => {
+                self.answer(async move { vfs.fsync(ino, fh, data_only).await.map(|()| Reply::done()) })
+            }
+            Op::Fsyncdir { .. } => {
+                self.answer(async move { vfs.fsyncdir(ino).await.map(|()| Reply::done()) })
+            }
+            Op::Syncfs => self.answer(async move { vfs.syncfs().await.map(|()| Reply::done()) }),
+            Op::Opendir { .. } => self.answer(async move {
+                let opened = vfs.opendir(ino).await?;
+                Ok(Reply::opendir(ino.0, opened.fh, folder_flags(&opened)))
+            }),
+            Op::Readdir { fh, offset, size, plus } => {
+                self.answer(async move { readdir(&vfs, ino, fh, offset, size, plus).await })
+            }
+            Op::Releasedir { fh, .. } => self.answer(async move {
+                vfs.releasedir(fh).await;
+                Ok(Reply::done())
+            }),
+            Op::Statfs => self.answer(async move { Ok(Reply::statfs(&to_statfs(&vfs.statfs().await?))) }),
+            Op::Setxattr { name, .. } | Op::Getxattr { name, .. } | Op::Removexattr { name }
+                if is_acl(name) =>
+            {
+                refuse(libc::EOPNOTSUPP)
+            }
+            Op::Setxattr { name, value, flags } => {
+                let (name, value) = (Bytes::copy_from_slice(name), Bytes::copy_from_slice(value));
+                self.answer(
+                    async move { vfs.setxattr(ino, &name, &value, flags).await.map(|()| Reply::done()) },
+                )
+            }
+            Op::Getxattr { name, size } => {
+                let name = Bytes::copy_from_slice(name);
+                self.answer(async move { fitted(vfs.getxattr(ino, &name).await?, size) })
+            }
+            Op::Listxattr { size } => self.answer(async move {
+                let mut list = Vec::new();
+                for name in vfs.listxattr(ino).await? {
+                    list.extend_from_slice(&name);
+                    list.push(0);
+                }
+                fitted(list.into(), size)
+            }),
+            Op::Removexattr { name } => {
+                let name = Bytes::copy_from_slice(name);
+                self.answer(async move { vfs.removexattr(ino, &name).await.map(|()| Reply::done()) })
+            }
+            Op::Getlk(lock) => self.answer(async move {
+                let asked = to_lock(&lock, header.pid).ok_or(Code::Invalid)?;
+                let found = vfs.getlk(ino, asked).await?;
+                Ok(Reply::lock(
+                    &found.map_or(Lock { kind: libc::F_UNLCK as u32, ..lock }, |found| from_lock(&found)),
+                ))
+            }),
+            Op::Setlk { lock, wait } => self.answer(async move {
+                let asked = to_lock(&lock, header.pid).ok_or(Code::Invalid)?;
+                vfs.setlk(ino, lock.fh, asked, wait).await.map(|()| Reply::done())
+            }),
+            Op::Fallocate { fh, offset, length, mode } => self.answer(async move {
+                vfs.fallocate(ino, fh, mode.cast_signed(), offset, length).await.map(|()| Reply::done())
+            }),
+            Op::Lseek { fh, offset, whence } => self.answer(async move {
+                let seek = match whence.cast_signed() {
+                    libc::SEEK_DATA => Seek::Data,
+                    libc::SEEK_HOLE => Seek::Hole,
+                    _ => return Err(Code::Invalid.into()),
+                };
+                Ok(Reply::number(vfs.lseek(ino, fh, offset, seek).await?))
+            }),
+            Op::CopyFileRange { fh, offset, out_inode, out_fh, out_offset, len, flags, wide } => {
+                if flags != 0 {
+                    return refuse(libc::EINVAL);
+                }
+                let len = if wide { len } else { len.min(COPY_MAX) };
+                self.answer(async move {
+                    let to = Ino(out_inode);
+                    let count = vfs.copy_file_range(ino, fh, offset, to, out_fh, out_offset, len).await?;
+                    Ok(if wide { Reply::number(count) } else { Reply::written(count as u32) })
+                })
+            }
+            // The kernel checks permissions itself (default_permissions); the rest the session answers.
+            Op::Access { .. }
+            | Op::Forget { .. }
+            | Op::BatchForget { .. }
+            | Op::Init(_)
+            | Op::Interrupt { .. }
+            | Op::Destroy
+            | Op::Other => refuse(libc::ENOSYS),
+        }
+    }
+
+    fn forget(&self, nodeid: u64, count: u64) {
+        self.vfs.forget(Ino(nodeid), count);
+    }
+
+    fn undo(self: Arc<Self>, undo: Undo) -> Pin<Box<dyn Future<Output = ()> + Send>> {
+        Box::pin(async move {
+            if let Some((nodeid, fh)) = undo.release {
+                self.vfs.release(Ino(nodeid), fh, None).await;
+            }
+            if let Some((_, fh)) = undo.releasedir {
+                self.vfs.releasedir(fh).await;
+            }
+            if let Some(nodeid) = undo.forget {
+                self.vfs.forget(Ino(nodeid), 1);
+            }
+        })
+    }
+}
+
+impl Ops {
+    #[allow(clippy::too_many_arguments)]
+    fn make(
+        &self,
+        caller: Caller,
+        parent: Ino,
+        name: &[u8],
+        kind: Kind,
+        mode: u32,
+        rdev: u32,
+        target: &[u8],
+    ) -> Call {
+        let vfs = self.vfs.clone();
+        let (name, target) = (Bytes::copy_from_slice(name), Bytes::copy_from_slice(target));
+        self.answer(async move {
+            let node = vfs.make(caller, parent, &name, kind, mode & 0o7777, rdev, &target).await?;
+            Ok(Reply::entry(&made(&node)))
+        })
+    }
+}
+
+/// What the vfs wants the kernel to know, by way of the notification thread.
+#[derive(Clone, Debug)]
+pub struct KernelHost(pub Notifier);
+
+impl Host for KernelHost {
+    fn invalidate_data(&self, ino: Ino, offset: u64, len: u64) {
+        self.0.post(Notice::Inode { ino: ino.0, offset: Some(offset), len });
+    }
+
+    fn invalidate_attr(&self, ino: Ino) {
+        self.0.post(Notice::Inode { ino: ino.0, offset: None, len: 0 });
+    }
+
+    fn invalidate_entry(&self, parent: Ino, name: &[u8]) {
+        self.0.post(Notice::Entry {
+            parent: parent.0,
+            name: Bytes::copy_from_slice(name),
+            expire_only: false,
+        });
+    }
+
+    fn settled(&self) -> Pin<Box<dyn Future<Output = ()> + Send>> {
+        Box::pin(self.0.settled())
+    }
+}
+
+/// The most a COPY_FILE_RANGE with a 32-bit count may take, in whole pages.
+const COPY_MAX: u64 = 0x7fff_f000;
+
+/// What `stat` tells programs to read and write at once: a chunk. Without a writeback cache each write of a program
+/// is a round trip, and buffered I/O of C and Python takes its size from here.
+const IO_SIZE: u32 = 64 << 10;
+
+/// `d_ino` of ".." below the root; nobody may use it, but 0 would hide the row.
+const SOME_INO: u64 = 0xffff_ffff;
+
+/// Rows "." and ".." have the offsets 1 and 2; the vfs's cookies follow.
+const DOTS: u64 = 2;
+
+async fn lookup(vfs: &Vfs, parent: Ino, name: &[u8]) -> Outcome {
+    if name == b"." {
+        // Somebody came with a file handle (open_by_handle_at, NFS).
+        let node = vfs.getattr(parent, None).await?;
+        vfs.referenced(parent);
+        return Ok(Reply::entry(&made(&node)));
+    }
+    let Found { node, entry_ttl } = vfs.lookup(parent, name).await?;
+    Ok(match node {
+        Some(node) => Reply::entry(&to_entry(&node, entry_ttl)),
+        None => Reply::negative(entry_ttl),
+    })
+}
+
+async fn readdir(vfs: &Vfs, ino: Ino, fh: u64, offset: u64, size: u32, plus: bool) -> Outcome {
+    let mut listing = Listing::new(size);
+    let parent = if ino == Ino::ROOT { ino.0 } else { SOME_INO };
+    for (at, name, ino) in [(0, &b"."[..], ino.0), (1, b"..", parent)] {
+        if offset > at {
+            continue;
+        }
+        let kind = Kind::Dir.mode_bits();
+        // Without a node id the kernel takes only the name.
+        let fits = match plus {
+            true => listing.push_plus(&Entry::default(), ino, at + 1, kind, name),
+            false => listing.push(ino, at + 1, kind, name),
+        };
+        if !fits {
+            return Ok(Reply::listing(listing));
+        }
+    }
+    let row_min = if plus { 160 } else { 32 };
+    let want = (size / row_min).clamp(1, 4096) as usize;
+    for item in vfs.readdir(ino, fh, offset.saturating_sub(DOTS), want, plus).await? {
+        let (next, kind) = (item.cookie.saturating_add(DOTS), item.kind.mode_bits());
+        let fits = if plus {
+            let entry = item.node.as_ref().map(|(node, ttl)| to_entry(node, *ttl)).unwrap_or_default();
+            let fits = listing.push_plus(&entry, item.ino.0, next, kind, &item.name);
+            if fits && entry.nodeid != 0 {
+                vfs.referenced(item.ino);
+            }
+            fits
+        } else {
+            listing.push(item.ino.0, next, kind, &item.name)
+        };
+        if !fits {
+            break;
+        }
+    }
+    Ok(Reply::listing(listing))
+}
+
+/// A reply known at once.
+fn refuse(errno: i32) -> Call {
+    Box::pin(async move { Reply::error(errno) })
+}
+
+/// A value for a buffer of `size` bytes; 0 asks for the length.
+fn fitted(value: Bytes, size: u32) -> Outcome {
+    match u32::try_from(value.len()) {
+        Ok(len) if size == 0 => Ok(Reply::xattr_len(len)),
+        Ok(len) if len <= size => Ok(Reply::bytes(value)),
+        _ => Err(Code::Range.into()),
+    }
+}
+
+/// POSIX ACLs are refused, as docs/semantics.md says.
+fn is_acl(name: &[u8]) -> bool {
+    matches!(name, b"system.posix_acl_access" | b"system.posix_acl_default")
+}
+
+fn file_flags(opened: &Opened) -> u32 {
+    let direct = if opened.direct { abi::fopen::DIRECT_IO | abi::fopen::PARALLEL_DIRECT_WRITES } else { 0 };
+    let keep = if opened.keep_cache { abi::fopen::KEEP_CACHE } else { 0 };
+    direct | keep
+}
+
+fn folder_flags(opened: &Opened) -> u32 {
+    if opened.keep_cache { abi::fopen::CACHE_DIR | abi::fopen::KEEP_CACHE } else { 0 }
+}
+
+/// An entry just made: the vfs vouches for the attributes, and for the name only when asked.
+fn made(node: &Node) -> Entry {
+    to_entry(node, Duration::ZERO)
+}
+
+fn to_entry(node: &Node, entry_valid: Duration) -> Entry {
+    Entry {
+        nodeid: node.attr.ino.0,
+        generation: node.attr.generation,
+        entry_valid,
+        attr_valid: node.ttl,
+        attr: to_attr(&node.attr),
+    }
+}
+
+fn to_attr(attr: &attr::Attr) -> Attr {
+    let time = |time: attr::Time| Time { secs: time.secs, nanos: time.nanos };
+    Attr {
+        ino: attr.ino.0,
+        size: attr.size,
+        blocks: attr.stored.div_ceil(512),
+        atime: time(attr.atime),
+        mtime: time(attr.mtime),
+        ctime: time(attr.ctime),
+        btime: time(attr.btime),
+        mode: attr.kind.mode_bits() | (attr.mode & 0o7777),
+        nlink: attr.nlink,
+        uid: attr.uid,
+        gid: attr.gid,
+        rdev: attr.rdev,
+        blksize: if attr.kind == Kind::File { IO_SIZE } else { 4096 },
+    }
+}
+
+fn to_setattr(set: &SetAttr) -> attr::SetAttr {
+    let at = |time: Time| attr::SetTime::At(attr::Time { secs: time.secs, nanos: time.nanos });
+    let time = |time: SetTime| match time {
+        SetTime::Now => attr::SetTime::Now,
+        SetTime::At(time) => at(time),
+    };
+    attr::SetAttr {
+        mode: set.mode.map(|mode| mode & 0o7777),
+        uid: set.uid,
+        gid: set.gid,
+        size: set.size,
+        atime: set.atime.map(time),
+        mtime: set.mtime.map(time),
+        ctime: set.ctime.map(at),
+        // With HANDLE_KILLPRIV_V2 the kernel leaves it to us to notice that a change of owner takes privileges away.
+        kill_privileges: set.kill_suidgid || set.uid.is_some() || set.gid.is_some(),
+    }
+}
+
+fn to_write_flags(write: &Write) -> WriteFlags {
+    let has = |flag: i32| write.flags.cast_signed() & flag == flag;
+    WriteFlags {
+        // Pages know where they belong, whoever dirtied them.
+        append: has(libc::O_APPEND) && !write.cached,
+        sync: has(libc::O_DSYNC),
+        kill_privileges: write.kill_suidgid,
+        page_cache: write.cached,
+    }
+}
+
+/// "To the end" is the largest offset for the kernel, and the largest number for us.
+fn to_lock(lock: &Lock, pid: u32) -> Option<FileLock> {
+    let ty = match lock.kind.cast_signed() {
+        libc::F_RDLCK => LockType::Read,
+        libc::F_WRLCK => LockType::Write,
+        libc::F_UNLCK => LockType::Unlock,
+        _ => return None,
+    };
+    Some(FileLock {
+        kind: if lock.flock { LockKind::Flock } else { LockKind::Posix },
+        ty,
+        owner: lock.owner,
+        pid: if lock.pid != 0 { lock.pid } else { pid },
+        start: lock.start,
+        end: if lock.end >= i64::MAX as u64 { u64::MAX } else { lock.end },
+    })
+}
+
+fn from_lock(lock: &FileLock) -> Lock {
+    let kind = match lock.ty {
+        LockType::Read => libc::F_RDLCK,
+        LockType::Write => libc::F_WRLCK,
+        LockType::Unlock => libc::F_UNLCK,
+    };
+    Lock {
+        fh: 0,
+        owner: lock.owner,
+        start: lock.start.min(i64::MAX as u64),
+        end: lock.end.min(i64::MAX as u64),
+        kind: kind as u32,
+        pid: lock.pid,
+        flock: lock.kind == LockKind::Flock,
+    }
+}
+
+fn to_statfs(used: &VolumeUse) -> Statfs {
+    const UNIT: u32 = 4096;
+    let units = |bytes: u64| bytes / u64::from(UNIT);
+    Statfs {
+        blocks: units(used.total),
+        bfree: units(used.free),
+        bavail: units(used.free),
+        files: used.inodes.saturating_add(used.inodes_free),
+        ffree: used.inodes_free,
+        bsize: UNIT,
+        namelen: attr::NAME_MAX as u32,
+        frsize: UNIT,
+    }
+}
