@@ -33,8 +33,9 @@ impl Ground {
     pub fn new() -> Ground {
         let sandbox = Sandbox::new();
         if let Some(on) = std::env::var_os("TORCHFS_TEST_ON") {
-            let name = sandbox.root().file_name().expect("a sandbox has a name");
-            let dir = Path::new(&on).join(name).join("on");
+            let mut name = sandbox.root().file_name().expect("a sandbox has a name").to_owned();
+            name.push(".on");
+            let dir = Path::new(&on).join(name);
             std::fs::create_dir_all(&dir).expect("the given folder takes folders");
             return Ground { dir, up: None, sandbox };
         }
@@ -68,6 +69,14 @@ impl Ground {
             up.mount.agent.stop();
             up.mount.detach();
             up.mount.start();
+        }
+    }
+}
+
+impl Drop for Ground {
+    fn drop(&mut self) {
+        if self.up.is_none() {
+            std::fs::remove_dir_all(&self.dir).ok();
         }
     }
 }

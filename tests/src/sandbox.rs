@@ -1,6 +1,6 @@
 //! The folder of one test, its watchdog, and the sweep of what earlier runs left.
 //!
-//! The idea: everything a test makes lies under `TMP/torchfs-test.PID.N.NAME`. When the test hangs, the watchdog kills
+//! The idea: everything a test makes lies under `TMP/tfs-test.PID.N.NAME`. When the test hangs, the watchdog kills
 //! the processes whose pid files lie there and detaches the mounts below it, which frees blocked threads. When a run is
 //! killed, the next one finds the folder, sees that PID is gone, and does the same.
 
@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 
 use crate::sys;
 
-const PREFIX: &str = "torchfs-test.";
+const PREFIX: &str = "tfs-test.";
 /// How long a test may take before it counts as hanging; SOAK has no such bound worth naming.
 const LIMIT: Duration = Duration::from_secs(420);
 /// How long a test has to fall over once its processes are gone.
@@ -44,8 +44,8 @@ impl Sandbox {
         let thread = std::thread::current();
         let test = thread.name().unwrap_or("main").rsplit("::").next().unwrap_or("test").to_owned();
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let short: String = test.chars().take(40).collect();
-        let root = std::env::temp_dir().join(format!("{PREFIX}{}.{number}.{short}", std::process::id()));
+        let short: String = test.chars().take(12).collect();
+        let root = home().join(format!("{PREFIX}{}.{number}.{short}", std::process::id()));
         fs::create_dir_all(&root).expect("the temporary folder takes folders");
         let limit = if crate::soak() { LIMIT * 100 } else { LIMIT };
         let deadline = Mutex::new(Instant::now() + limit);
@@ -134,8 +134,14 @@ fn clear(root: &Path) {
     }
 }
 
+/// Where sandboxes lie. The path of a unix socket has at most 107 bytes, and tests make some deep below their sandbox.
+fn home() -> PathBuf {
+    let given = std::env::temp_dir();
+    if given.as_os_str().len() <= 24 { given } else { "/tmp".into() }
+}
+
 fn sweep() {
-    let Ok(entries) = fs::read_dir(std::env::temp_dir()) else { return };
+    let Ok(entries) = fs::read_dir(home()) else { return };
     for entry in entries.flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
         let Some(pid) = name.strip_prefix(PREFIX).and_then(|r| r.split('.').next()?.parse::<u32>().ok())

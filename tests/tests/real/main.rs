@@ -1,4 +1,8 @@
 //! Real processes under test, a module per topic. See CONTRIBUTING.md for how to run one, and on what.
 
+#![allow(clippy::unwrap_used)] // a failed unwrap is a failed test
+
 mod posix;
+mod programs;
+mod suites;
 mod tidy;
