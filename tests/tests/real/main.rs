@@ -2,7 +2,10 @@
 
 #![allow(clippy::unwrap_used)] // a failed unwrap is a failed test
 
+mod crash;
 mod posix;
 mod programs;
+mod storage;
 mod suites;
 mod tidy;
+mod two_mounts;
