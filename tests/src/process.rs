@@ -54,8 +54,6 @@ impl Proc {
             .process_group(0)
             .spawn()
             .unwrap_or_else(|e| panic!("cannot start {} ({}): {e}", self.name, self.program.display()));
-        std::fs::write(self.log.with_extension("pid"), child.id().to_string())
-            .expect("the sandbox takes files");
         self.child = Some(child);
     }
 

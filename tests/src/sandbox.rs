@@ -1,7 +1,7 @@
 //! The folder of one test, its watchdog, and the sweep of what earlier runs left.
 //!
 //! The idea: everything a test makes lies under `TMP/tfs-test.PID.N.NAME`. When the test hangs, the watchdog kills
-//! the processes whose pid files lie there and detaches the mounts below it, which frees blocked threads. When a run is
+//! the processes that name it in their arguments and detaches the mounts below it, which frees blocked threads. When a run is
 //! killed, the next one finds the folder, sees that PID is gone, and does the same.
 
 use std::fs;
@@ -115,17 +115,8 @@ impl Drop for Sandbox {
 
 /// Kills the processes and detaches the mounts of a sandbox.
 fn clear(root: &Path) {
-    for entry in fs::read_dir(root).into_iter().flatten().flatten() {
-        let path = entry.path();
-        if path.extension().is_some_and(|e| e == "pid")
-            && let Some(pid) = fs::read_to_string(&path).ok().and_then(|t| t.parse::<i32>().ok())
-            // The number may belong to somebody else by now; our processes carry our folder in their arguments.
-            && fs::read(format!("/proc/{pid}/cmdline"))
-                .is_ok_and(|line| String::from_utf8_lossy(&line).contains(&*root.to_string_lossy()))
-        {
-            sys::kill(pid, libc::SIGKILL);
-        }
-    }
+    // The folder's name is nobody else's, so whoever carries it in his arguments is ours, daemons included.
+    sys::processes_of(root).into_iter().for_each(|pid| sys::kill(pid, libc::SIGKILL));
     // The deepest first, again and again, since one place may be mounted over more than once.
     for _ in 0..3 {
         let mut mounts = sys::mounts_below(root);

@@ -172,6 +172,21 @@ impl Machines {
 }
 
 #[test]
+fn a_cut_of_the_harness_loses_what_was_not_synced_and_nothing_else() {
+    let sandbox = Sandbox::new();
+    let disk = Disk::new(&sandbox, "disk", 64);
+    let file = File::create(disk.path().join("synced")).unwrap();
+    file.write_all_at(b"synced", 0).unwrap();
+    file.sync_all().unwrap();
+    drop(file);
+    fs::write(disk.path().join("not synced"), "x").unwrap();
+    disk.cut();
+    disk.revive();
+    assert_eq!(fs::read(disk.path().join("synced")).unwrap(), b"synced");
+    assert!(!disk.path().join("not synced").exists(), "this cut would prove nothing");
+}
+
+#[test]
 fn power_cuts_of_everything_keep_what_was_synced_or_closed() {
     let mut rng = Rng::new(seed(44));
     let mut machines = Machines::new();

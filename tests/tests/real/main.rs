@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // a failed unwrap is a failed test
 
+mod cli;
 mod crash;
 mod posix;
 mod programs;

@@ -1,0 +1,398 @@
+//! The command line: every command with good arguments and a wrong one. A failure is one sentence that says what to do.
+
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+
+use serde_json::Value;
+use torchfs_tests::cluster::{Client, binary};
+use torchfs_tests::ground::Up;
+use torchfs_tests::ports::Port;
+use torchfs_tests::{Cluster, Mount, Options, Ran, Rng, Sandbox, eventually, run, sys};
+
+const COMMANDS: &[&str] =
+    &["up", "meta", "data", "mount", "umount", "status", "sessions", "fsck", "gc", "df", "systemd"];
+
+/// A command line without any cluster.
+fn alone<'a>(args: impl IntoIterator<Item = &'a str>) -> Ran {
+    run(Command::new(binary()).args(args).env_remove("TORCHFS_META").env_remove("TORCHFS_SECRET_FILE"))
+}
+
+/// Panics unless the failure is short, no stack trace, and says `about`.
+#[track_caller]
+fn sentence(ran: Ran, about: &[&str]) {
+    let call = ran.call.clone();
+    let said = ran.fails();
+    let lower = said.to_lowercase();
+    assert!(!lower.contains("panicked") && !lower.contains("backtrace"), "{call} fell over:\n{said}");
+    let lines = said.lines().filter(|l| !l.trim().is_empty()).count();
+    assert!(lines <= 8, "{call} says too much:\n{said}");
+    assert!(
+        about.is_empty() || about.iter().any(|a| lower.contains(&a.to_lowercase())),
+        "{call} should speak of {about:?}:\n{said}"
+    );
+}
+
+#[test]
+fn every_command_has_help_and_refuses_a_wrong_flag() {
+    assert!(alone(["--version"]).ok().contains("torchfs"));
+    let help = alone(["--help"]).ok();
+    for command in COMMANDS {
+        assert!(help.contains(command), "help must list {command}:\n{help}");
+        assert!(!alone([*command, "--help"]).ok().is_empty());
+        sentence(alone([*command, "--no-such-flag"]), &["--no-such-flag"]);
+    }
+    sentence(alone(["no-such-command"]), &["no-such-command"]);
+}
+
+#[test]
+fn commands_print_json_that_machines_read() {
+    let cluster = Cluster::start();
+    let mount = cluster.mount();
+    fs::write(mount.at("f"), "x").unwrap();
+    for command in ["status", "sessions", "df", "fsck", "gc"] {
+        let said = cluster.torchfs([command, "--json"]).ok();
+        // Progress may come as lines before the result; every line is JSON, or the whole is.
+        let whole = serde_json::from_str::<Value>(&said).is_ok();
+        let lines = said.lines().all(|l| l.trim().is_empty() || serde_json::from_str::<Value>(l).is_ok());
+        assert!(whole || lines, "{command} --json printed:\n{said}");
+        assert!(!cluster.torchfs([command]).ok().trim().is_empty(), "{command} prints nothing");
+    }
+}
+
+#[test]
+fn status_and_df_count_what_was_written() {
+    let cluster = Cluster::start();
+    let mount = cluster.mount();
+    let before = cluster.status();
+    for n in 0..10 {
+        fs::write(mount.at(&format!("f{n}")), Rng::new(n).bytes(1 << 20)).unwrap();
+    }
+    eventually("status to count ten files", || {
+        let now = cluster.status();
+        let grown =
+            |key: &str| now[key].as_u64().unwrap_or(0) as i64 - before[key].as_u64().unwrap_or(0) as i64;
+        if grown("files") == 10 && grown("blocks") >= 10 { Ok(()) } else { Err(now.to_string()) }
+    });
+    let (total, free, ..) = sys::space(mount.path()).unwrap();
+    assert!(total > free);
+    let df = cluster.torchfs(["df"]).ok();
+    assert!(df.lines().count() >= 2, "{df}");
+    let health = cluster.status()["health"].as_str().map(str::to_owned);
+    assert_eq!(health.as_deref(), Some("ok"));
+}
+
+#[test]
+fn a_dead_data_server_shows_in_status() {
+    let mut cluster = Cluster::start();
+    cluster.data[1].kill();
+    eventually("status to miss the server", || {
+        let status = cluster.status();
+        let up = torchfs_tests::cluster::living_servers(&status);
+        if up == 2 && status["health"].as_str() != Some("ok") { Ok(()) } else { Err(status.to_string()) }
+    });
+    cluster.restart();
+    eventually("status to be well again", || {
+        let status = cluster.status();
+        if status["health"].as_str() == Some("ok") { Ok(()) } else { Err(status.to_string()) }
+    });
+}
+
+#[test]
+fn an_address_in_use_is_said() {
+    let sandbox = Sandbox::new();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let dir = sandbox.path("d").to_string_lossy().into_owned();
+    sentence(alone(["meta", "--dir", &dir, "--listen", &address]), &["in use"]);
+    sentence(alone(["up", "--dir", &dir, "--listen", &address, "--servers", "1"]), &["in use"]);
+    let cluster = Cluster::start();
+    let dir = sandbox.path("e").to_string_lossy().into_owned();
+    sentence(cluster.torchfs(["data", "--dir", &dir, "--listen", &address]), &["in use"]);
+}
+
+#[test]
+fn a_folder_that_cannot_be_used_is_said() {
+    let sandbox = Sandbox::new();
+    let file = sandbox.path("file");
+    fs::write(&file, "").unwrap();
+    let port = Port::reserve();
+    for role in ["meta", "data"] {
+        let ran = alone([
+            role,
+            "--dir",
+            &file.to_string_lossy(),
+            "--listen",
+            &port.address(),
+            "--meta",
+            "127.0.0.1:1",
+        ]);
+        sentence(ran, &[&file.to_string_lossy()]);
+    }
+    // Without rights, as somebody else, with a copy of the binary that he may run.
+    let copy = sandbox.path("torchfs");
+    fs::copy(binary(), &copy).unwrap();
+    let private = sandbox.folder("private");
+    sh_ok(&format!("chmod 700 '{}' && chmod 755 '{}'", private.display(), copy.display()));
+    let dir = private.join("d").to_string_lossy().into_owned();
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid=1", "--regid=1", "--clear-groups"]).arg(&copy);
+    sentence(
+        run(command.args(["meta", "--dir", &dir, "--listen", &port.address()])),
+        &["permission", "rights"],
+    );
+}
+
+fn sh_ok(line: &str) -> String {
+    torchfs_tests::sh("/", line)
+}
+
+#[test]
+fn mount_points_that_cannot_be_used_are_said() {
+    let cluster = Cluster::start();
+    let sandbox = cluster.sandbox().clone();
+    let none = sandbox.path("none").to_string_lossy().into_owned();
+    sentence(cluster.torchfs(["mount", &none]), &[&none]);
+    let file = sandbox.path("file").to_string_lossy().into_owned();
+    fs::write(&file, "").unwrap();
+    sentence(cluster.torchfs(["mount", &file]), &[&file]);
+    // Taken already.
+    let mut mount = cluster.mount();
+    let path = mount.path().to_string_lossy().into_owned();
+    sentence(cluster.torchfs(["mount", &path]), &["umount", "already"]);
+    // In use when it is to be unmounted.
+    let open = File::create(mount.at("f")).unwrap();
+    sentence(cluster.torchfs(["umount", &path]), &["busy", "in use"]);
+    drop(open);
+    // Left behind by an agent that died.
+    mount.agent.kill();
+    sentence(cluster.torchfs(["mount", &path]), &["umount"]);
+    cluster.torchfs(["umount", &path]).ok();
+    assert!(!sys::mounted(mount.path()), "a stale mount can be taken away");
+    mount.start();
+    mount.unmount(cluster.client());
+    sentence(cluster.torchfs(["umount", &path]), &["not", "nothing"]);
+}
+
+#[test]
+fn a_missing_fuse_device_is_said() {
+    let cluster = Cluster::start();
+    let path = cluster.sandbox().folder("mnt").to_string_lossy().into_owned();
+    let mut command = Command::new("unshare");
+    command.args([
+        "--mount",
+        "sh",
+        "-c",
+        "mount --bind /dev/null /dev/fuse && exec \"$0\" mount --foreground \"$1\"",
+    ]);
+    command.arg(binary()).arg(&path).env("TORCHFS_META", cluster.address());
+    sentence(run(command.env("TORCHFS_SECRET_FILE", cluster.sandbox().path("secret"))), &["/dev/fuse"]);
+}
+
+#[test]
+fn a_wrong_secret_is_said() {
+    let cluster = Cluster::start();
+    let wrong = cluster.sandbox().path("wrong-secret");
+    fs::write(&wrong, "ffffffffffffffffffffffffffffffff\n").unwrap();
+    sys::private(&wrong);
+    let client = Client::new(cluster.sandbox(), cluster.address(), &wrong);
+    sentence(client.torchfs(["status"]), &["secret"]);
+    let path = cluster.sandbox().folder("mnt").to_string_lossy().into_owned();
+    sentence(client.torchfs(["mount", &path]), &["secret"]);
+    let missing = Client::new(cluster.sandbox(), cluster.address(), &cluster.sandbox().path("no-secret"));
+    sentence(missing.torchfs(["status"]), &["no-secret"]);
+}
+
+#[test]
+fn a_cluster_that_does_not_answer_is_said() {
+    let sandbox = Sandbox::new();
+    let port = Port::reserve();
+    let secret = sandbox.path("secret");
+    fs::write(&secret, "0123456789abcdef0123456789abcdef\n").unwrap();
+    sys::private(&secret);
+    let client = Client::new(&sandbox, &port.address(), &secret);
+    sentence(client.torchfs(["status"]), &[&port.address()]);
+    sentence(client.torchfs(["status", "--meta", "no address"]), &[]);
+}
+
+#[test]
+fn the_first_address_that_answers_is_used() {
+    let cluster = Cluster::start();
+    let dead = Port::reserve();
+    let both = format!("{},{}", dead.address(), cluster.address());
+    cluster.torchfs(["status", "--meta", &both]).ok();
+}
+
+#[test]
+fn listening_to_the_world_needs_a_secret_or_a_word() {
+    let sandbox = Sandbox::new();
+    let port = Port::reserve();
+    let address = port.address().replace("127.0.0.1", "0.0.0.0");
+    let dir = sandbox.path("d").to_string_lossy().into_owned();
+    sentence(alone(["meta", "--dir", &dir, "--listen", &address]), &["--insecure"]);
+}
+
+#[test]
+fn up_stops_cleanly_and_comes_back() {
+    let sandbox = Sandbox::new();
+    let mut up = Up::start(&sandbox, &Options::default());
+    fs::write(up.mount.at("f"), "kept").unwrap();
+    for signal in [libc::SIGTERM, libc::SIGINT] {
+        up.mount.agent.signal(signal);
+        let status = up.mount.agent.wait_end();
+        assert!(status.success(), "signal {signal}: {status}\n{}", up.mount.agent.log());
+        assert!(!sys::mounted(up.mount.path()), "signal {signal}: still mounted");
+        up.mount.start();
+        assert_eq!(fs::read_to_string(up.mount.at("f")).unwrap(), "kept");
+    }
+    assert!(up.client.torchfs(["status"]).ok().contains("server"));
+}
+
+#[test]
+fn roles_stop_cleanly_one_by_one() {
+    let mut cluster = Cluster::start();
+    let mut mount = cluster.mount();
+    fs::write(mount.at("f"), "kept").unwrap();
+    mount.unmount(cluster.client());
+    cluster.data.iter_mut().for_each(torchfs_tests::Proc::stop);
+    cluster.meta.stop();
+    cluster.restart();
+    mount.start();
+    assert_eq!(fs::read_to_string(mount.at("f")).unwrap(), "kept");
+    mount.agent.stop();
+    assert!(!sys::mounted(mount.path()), "an agent that is stopped unmounts");
+}
+
+#[test]
+fn mount_in_the_background_returns_when_the_mount_answers() {
+    let cluster = Cluster::start();
+    let path = cluster.sandbox().folder("mnt");
+    cluster.torchfs(["mount", &path.to_string_lossy()]).ok();
+    fs::write(path.join("f"), "at once").unwrap();
+    assert_eq!(fs::read_to_string(path.join("f")).unwrap(), "at once");
+    cluster.torchfs(["umount", &path.to_string_lossy()]).ok();
+    assert!(!sys::mounted(&path));
+}
+
+#[test]
+fn the_mount_helper_takes_what_fstab_gives() {
+    let cluster = Cluster::start();
+    let path = cluster.sandbox().folder("mnt");
+    // `mount -t torchfs SPEC DIR` runs `mount.torchfs SPEC DIR -o OPTIONS`.
+    let helper = cluster.sandbox().path("mount.torchfs");
+    std::os::unix::fs::symlink(binary(), &helper).unwrap();
+    let secret = cluster.sandbox().path("secret");
+    let options = format!("rw,noatime,secret-file={}", secret.display());
+    run(Command::new(&helper).arg(cluster.address()).arg(&path).args(["-o", &options])).ok();
+    fs::write(path.join("f"), "from fstab").unwrap();
+    cluster.torchfs(["umount", &path.to_string_lossy()]).ok();
+}
+
+#[test]
+fn every_role_serves_metrics_and_health() {
+    let sandbox = Sandbox::new();
+    let ports: Vec<Port> = (0..3).map(|_| Port::reserve()).collect();
+    let flag = |n: usize| vec!["--metrics".to_owned(), ports[n].address()];
+    let options = Options {
+        servers: 1,
+        meta_args: flag(0),
+        data_args: flag(1),
+        mount_args: flag(2),
+        ..Options::default()
+    };
+    let cluster = Cluster::inside(&sandbox, options);
+    let mount = cluster.mount();
+    fs::write(mount.at("f"), "x").unwrap();
+    for port in &ports {
+        let health = get(&port.address(), "/healthz");
+        assert!(health.starts_with("HTTP/1.1 200"), "{health}");
+        let metrics = get(&port.address(), "/metrics");
+        assert!(metrics.contains("# TYPE torchfs_"), "no metrics of ours:\n{metrics}");
+        assert!(get(&port.address(), "/none").starts_with("HTTP/1.1 404"));
+    }
+}
+
+/// One HTTP request by hand.
+fn get(address: &str, path: &str) -> String {
+    eventually("an answer over HTTP", || {
+        let ask = || -> std::io::Result<String> {
+            let mut stream = TcpStream::connect(address)?;
+            stream.set_read_timeout(Some(std::time::Duration::from_secs(20)))?;
+            write!(stream, "GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n")?;
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer)?;
+            Ok(answer)
+        };
+        ask().map_err(|e| e.to_string())
+    })
+}
+
+#[test]
+fn systemd_units_are_printed_for_each_role() {
+    for role in ["up", "meta", "data", "mount"] {
+        let unit = alone(["systemd", role]).ok();
+        assert!(unit.contains("[Service]") && unit.contains("ExecStart=") && unit.contains(role), "{unit}");
+    }
+    sentence(alone(["systemd", "no-such-role"]), &["no-such-role"]);
+}
+
+#[test]
+fn garbage_on_the_ports_is_survived() {
+    let cluster = Cluster::start();
+    let mount = cluster.mount();
+    let mut rng = Rng::new(70);
+    let mut addresses = cluster.data_addresses();
+    addresses.push(cluster.address().to_owned());
+    for address in &addresses {
+        for len in [0, 1, 7, 64, 4096, 100_000] {
+            let mut stream = TcpStream::connect(address).unwrap();
+            // The other side may hang up in the middle.
+            stream.write_all(&rng.bytes(len)).ok();
+        }
+        let mut http = TcpStream::connect(address).unwrap();
+        http.write_all(b"GET / HTTP/1.1\r\n\r\n").ok();
+    }
+    // One that connects and says nothing keeps nobody else out.
+    let _silent: Vec<TcpStream> = addresses.iter().map(|a| TcpStream::connect(a).unwrap()).collect();
+    fs::write(mount.at("f"), "served").unwrap();
+    let fresh = cluster.mount();
+    assert_eq!(fs::read_to_string(fresh.at("f")).unwrap(), "served");
+    cluster.fsck();
+}
+
+#[test]
+fn an_agent_leaves_no_descriptors_behind() {
+    let cluster = Cluster::start();
+    let mount: Mount = cluster.mount();
+    let work = |round: u64| {
+        for n in 0..200 {
+            let path = mount.at(&format!("f{}", n % 20));
+            fs::write(&path, Rng::new(round).bytes(1000)).unwrap();
+            fs::read(&path).unwrap();
+        }
+    };
+    work(0);
+    let before = sys::open_files(mount.agent.pid());
+    (1..6).for_each(work);
+    eventually("descriptors to be given back", || {
+        let now = sys::open_files(mount.agent.pid());
+        if now <= before + 20 { Ok(()) } else { Err(format!("{before} → {now}")) }
+    });
+}
+
+#[test]
+fn make_run_shows_a_mount_and_ends_by_itself() {
+    let top: PathBuf = PathBuf::from(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned();
+    let built = top.join("target/release/torchfs");
+    if !built.exists() || built.canonicalize().unwrap() != binary().canonicalize().unwrap_or_default() {
+        println!("the binary under test is not the one that make run starts; nothing was tested");
+        return;
+    }
+    let _sandbox: Arc<Sandbox> = Sandbox::new();
+    let said = run(Command::new(top.join("scripts/run")).current_dir(&top)).ok();
+    assert!(said.contains("hello from TorchFS"), "{said}");
+    assert!(said.contains("What to try next"), "{said}");
+}
