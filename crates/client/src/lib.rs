@@ -13,10 +13,25 @@
 
 mod blocks;
 mod meta;
+pub mod metrics;
 
 pub use blocks::{Blocks, BlocksConfig};
 pub use meta::{Changed, Keeper, Mark, Meta, MetaConfig};
 pub use torchfs_proto::extent::BlockRef;
+use torchfs_rpc::Link;
 
 /// How a process reaches the others: over TCP, or within the process in `torchfs up`.
-pub trait Connector: Send + Sync + 'static {}
+pub trait Connector: Send + Sync + 'static {
+    /// A way to the server at this address; nothing is connected yet.
+    fn link(&self, addr: &str) -> Link;
+}
+
+/// Reaches everybody over TCP.
+#[derive(Clone, Debug)]
+pub struct Tcp(pub torchfs_rpc::Config);
+
+impl Connector for Tcp {
+    fn link(&self, addr: &str) -> Link {
+        Link::new(addr, self.0.clone())
+    }
+}

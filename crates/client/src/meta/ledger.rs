@@ -1,0 +1,352 @@
+//! The changes of a session that are not known to be durable, to be told again to the next leader. Pure.
+//!
+//! An answer means that the service has put a change in order, not that it is on disk. Until a reply says so the request
+//! stays here. When another leader takes over, all of them are sent again in the order of their sequence; those that the
+//! new leader found in the log are answered from there, the others happen again the same way.
+//!
+//! # Invariants
+//! - Sequences rise by one and are never used twice. Everything up to the watermark is durable, refused or given up.
+//! - An entry counts as durable only by the word of the leader that put it in order: places in the log given by one
+//!   leader mean nothing under the next.
+//! - A refused change leaves at once: it changed nothing, and there is nothing to repeat.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use tokio::sync::oneshot;
+use torchfs_proto::msg::meta::{Done, Op};
+use torchfs_proto::{Code, Fault, Ino, Result, Seq};
+
+/// The changes under way and those not durable.
+pub(crate) struct Ledger {
+    entries: BTreeMap<u64, Entry>,
+    /// (place in the log, sequence) of those that this leader has ordered, about in the order of places.
+    ordered: VecDeque<(Seq, u64)>,
+    durable: Seq,
+    next: u64,
+    max: usize,
+    /// The first change that the present leader answered otherwise than the one before.
+    broken: Option<(u64, Fault)>,
+}
+
+struct Entry {
+    op: Op,
+    /// Where this leader's log has it.
+    place: Option<Seq>,
+    /// What the caller was told.
+    told: Option<Told>,
+    owner: Owner,
+    /// Does not hold back the watermark: if it is lost it is sent anew under another sequence.
+    loose: bool,
+}
+
+/// As much of an answer as has to be the same when it is given again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Told {
+    Ok,
+    Made(Ino),
+}
+
+enum Owner {
+    /// Polls its own call.
+    Calling,
+    /// Lost its connection; waits for what the replay brings.
+    Waiting(oneshot::Sender<Result<Done>>),
+    /// The replay was quicker than the owner.
+    Brought(Result<Done>),
+    /// Has its answer, or does not want it.
+    Gone,
+}
+
+impl Ledger {
+    pub fn new(max: usize) -> Ledger {
+        Ledger {
+            entries: BTreeMap::new(),
+            ordered: VecDeque::new(),
+            durable: Seq(0),
+            next: 1,
+            max: max.max(1),
+            broken: None,
+        }
+    }
+
+    /// Whether a further change has to wait.
+    pub fn is_full(&self) -> bool {
+        self.entries.len() >= self.max
+    }
+
+    /// How many changes are kept.
+    #[cfg(test)]
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Takes a change in and gives it its sequence.
+    pub fn enter(&mut self, op: Op, loose: bool) -> u64 {
+        let seq = self.next;
+        self.next += 1;
+        self.entries.insert(seq, Entry { op, place: None, told: None, owner: Owner::Calling, loose });
+        seq
+    }
+
+    /// The change of a sequence, while it is kept.
+    pub fn op(&self, seq: u64) -> Option<&Op> {
+        self.entries.get(&seq).map(|entry| &entry.op)
+    }
+
+    /// Lets every kept change be corrected before it is told to another leader.
+    pub fn ops_mut(&mut self) -> impl Iterator<Item = &mut Op> {
+        self.entries.values_mut().map(|entry| &mut entry.op)
+    }
+
+    /// The results of sequences up to this one are not needed any more.
+    pub fn watermark(&self) -> u64 {
+        self.entries.iter().find(|(_, entry)| !entry.loose).map_or(self.next, |(seq, _)| *seq) - 1
+    }
+
+    /// The last sequence given out.
+    pub fn last(&self) -> u64 {
+        self.next - 1
+    }
+
+    /// The present leader answered. `mine`: to the owner's own call, so the answer need not be kept for it.
+    pub fn answer(&mut self, seq: u64, place: Seq, result: &Result<Done>, mine: bool) {
+        let Some(entry) = self.entries.get_mut(&seq) else {
+            return; // known to be durable meanwhile, or given up
+        };
+        let told = entry.told;
+        if told.is_none() {
+            entry.owner = match std::mem::replace(&mut entry.owner, Owner::Gone) {
+                Owner::Waiting(tell) => {
+                    // The receiver may have been dropped: then nobody wants to know.
+                    let _ = tell.send(result.clone());
+                    Owner::Gone
+                }
+                Owner::Calling | Owner::Brought(_) if !mine => Owner::Brought(result.clone()),
+                Owner::Calling | Owner::Brought(_) | Owner::Gone => Owner::Gone,
+            };
+        }
+        match result {
+            Ok(done) => {
+                let now = Told::of(done);
+                if let Some(told) = told.filter(|told| *told != now) {
+                    let what = format!(
+                        "change {seq} was answered {told:?} before and {now:?} after a change of leaders"
+                    );
+                    self.broken.get_or_insert((seq, Fault::new(Code::Internal, what)));
+                }
+                entry.told = Some(now);
+                entry.place = Some(place);
+                entry.loose = false;
+                self.ordered.push_back((place, seq));
+                self.sweep();
+            }
+            Err(fault) => {
+                if told.is_some() {
+                    let what = format!(
+                        "change {seq} was done, but another leader of the metadata refused it: {fault}"
+                    );
+                    self.broken.get_or_insert((seq, Fault::new(Code::Io, what)));
+                }
+                if !matches!(entry.owner, Owner::Brought(_)) {
+                    self.entries.remove(&seq);
+                }
+            }
+        }
+    }
+
+    /// The owner's connection is gone: what the replay brought, or a way to be told.
+    pub fn wait(&mut self, seq: u64) -> Option<oneshot::Receiver<Result<Done>>> {
+        let entry = self.entries.get_mut(&seq)?;
+        let (tell, told) = oneshot::channel();
+        match std::mem::replace(&mut entry.owner, Owner::Gone) {
+            Owner::Brought(result) => {
+                // The receiver is in our hands, so this cannot fail.
+                let _ = tell.send(result);
+                self.fetched(seq);
+            }
+            Owner::Calling | Owner::Waiting(_) | Owner::Gone => entry.owner = Owner::Waiting(tell),
+        }
+        Some(told)
+    }
+
+    /// The owner will not be back for its answer.
+    pub fn disown(&mut self, seq: u64) {
+        if let Some(entry) = self.entries.get_mut(&seq)
+            && let Owner::Brought(_) = std::mem::replace(&mut entry.owner, Owner::Gone)
+        {
+            self.fetched(seq);
+        }
+    }
+
+    /// A change that has no answer is given up; whatever it did or does is none of ours.
+    pub fn give_up(&mut self, seq: u64) {
+        if self.entries.get(&seq).is_some_and(|entry| entry.told.is_none()) {
+            self.entries.remove(&seq);
+        }
+    }
+
+    /// The present leader's log is durable up to here. Says whether that was news.
+    pub fn durable(&mut self, upto: Seq) -> bool {
+        if upto <= self.durable {
+            return false;
+        }
+        self.durable = upto;
+        self.sweep();
+        true
+    }
+
+    /// Another leader: places in the log that were not durable mean nothing any more. Returns what to tell it, in order,
+    /// and whether each was answered before. Loose ones without an answer are left to their owners.
+    pub fn replay(&mut self) -> Vec<(u64, bool)> {
+        self.durable = Seq(0);
+        self.ordered.clear();
+        self.entries.retain(|_, entry| !(entry.loose && entry.told.is_none()));
+        let mut all = Vec::with_capacity(self.entries.len());
+        for (seq, entry) in &mut self.entries {
+            entry.place = None;
+            all.push((*seq, entry.told.is_some()));
+        }
+        all
+    }
+
+    /// How far the log has to be durable for all answered changes up to this sequence; `None` if they are.
+    pub fn needed(&self, upto: u64) -> Result<Option<Seq>> {
+        if let Some((seq, fault)) = &self.broken
+            && *seq <= upto
+        {
+            return Err(fault.clone());
+        }
+        // A change that was answered by a leader before and not yet by this one counts as far away.
+        let far = Seq(u64::MAX);
+        let told = self.entries.range(..=upto).filter(|(_, entry)| entry.told.is_some());
+        Ok(told.map(|(_, entry)| entry.place.unwrap_or(far)).filter(|place| *place > self.durable).max())
+    }
+
+    /// The farthest place of all that is in order.
+    pub fn farthest(&self) -> Seq {
+        self.ordered.iter().map(|(place, _)| *place).max().unwrap_or(Seq(0))
+    }
+
+    /// The session is gone: nobody gets an answer any more.
+    pub fn clear(&mut self) {
+        self.entries.clear();
+        self.ordered.clear();
+    }
+
+    /// An answer that the replay brought has left: what was kept for it alone can go.
+    fn fetched(&mut self, seq: u64) {
+        let durable = self.durable;
+        if self.entries.get(&seq).is_some_and(|entry| match (entry.told, entry.place) {
+            (None, _) => true, // it was refused
+            (Some(_), place) => place.is_some_and(|place| place <= durable),
+        }) {
+            self.entries.remove(&seq);
+        }
+    }
+
+    fn sweep(&mut self) {
+        while let Some((place, seq)) = self.ordered.front().copied()
+            && place <= self.durable
+        {
+            self.ordered.pop_front();
+            let waits = self.entries.get(&seq).is_some_and(|entry| matches!(entry.owner, Owner::Brought(_)));
+            if !waits {
+                self.entries.remove(&seq);
+            }
+        }
+    }
+}
+
+impl Told {
+    fn of(done: &Done) -> Told {
+        match done {
+            Done::Made { attr, .. } => Told::Made(attr.ino),
+            _ => Told::Ok,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn op() -> Op {
+        Op::GrantIds { count: 1 }
+    }
+
+    fn ok() -> Result<Done> {
+        Ok(Done::Ok)
+    }
+
+    #[test]
+    fn a_change_stays_until_its_place_is_durable() {
+        let mut ledger = Ledger::new(10);
+        let (first, second) = (ledger.enter(op(), false), ledger.enter(op(), false));
+        assert_eq!((first, second, ledger.watermark()), (1, 2, 0));
+        ledger.answer(second, Seq(5), &ok(), true);
+        ledger.durable(Seq(5));
+        assert_eq!(ledger.watermark(), 0, "the first has no answer");
+        ledger.answer(first, Seq(6), &ok(), true);
+        assert_eq!(ledger.needed(first).expect("not broken"), Some(Seq(6)));
+        assert!(ledger.durable(Seq(6)));
+        assert_eq!(ledger.needed(first).expect("not broken"), None);
+        assert_eq!((ledger.watermark(), ledger.len()), (2, 0));
+    }
+
+    #[test]
+    fn a_refused_change_leaves_at_once() {
+        let mut ledger = Ledger::new(10);
+        let seq = ledger.enter(op(), false);
+        ledger.answer(seq, Seq(0), &Err(Code::Exists.into()), true);
+        assert_eq!((ledger.len(), ledger.watermark()), (0, 1));
+    }
+
+    #[test]
+    fn places_of_an_old_leader_mean_nothing_under_the_next() {
+        let mut ledger = Ledger::new(10);
+        let seq = ledger.enter(op(), false);
+        ledger.answer(seq, Seq(100), &ok(), true);
+        assert_eq!(ledger.replay(), [(seq, true)]);
+        ledger.durable(Seq(200));
+        assert!(ledger.needed(seq).expect("not broken").is_some(), "not replayed yet, so not durable");
+        ledger.answer(seq, Seq(150), &ok(), false);
+        assert_eq!(ledger.needed(seq).expect("not broken"), None);
+        assert_eq!(ledger.len(), 0);
+    }
+
+    #[test]
+    fn a_replay_that_is_quicker_than_the_owner_keeps_its_answer() {
+        let mut ledger = Ledger::new(10);
+        let seq = ledger.enter(op(), false);
+        ledger.durable(Seq(9));
+        assert_eq!(ledger.replay(), [(seq, false)]);
+        ledger.durable(Seq(9));
+        ledger.answer(seq, Seq(8), &Err(Code::Exists.into()), false);
+        let mut told = ledger.wait(seq).expect("kept");
+        assert_eq!(told.try_recv().expect("there already"), Err(Code::Exists.into()));
+        assert_eq!(ledger.len(), 0);
+    }
+
+    #[test]
+    fn an_answer_that_changed_between_leaders_is_never_swallowed() {
+        let mut ledger = Ledger::new(10);
+        let seq = ledger.enter(op(), false);
+        ledger.answer(seq, Seq(100), &ok(), true);
+        ledger.replay();
+        ledger.answer(seq, Seq(0), &Err(Code::Exists.into()), false);
+        assert_eq!(ledger.needed(seq).expect_err("latched").code, Code::Io);
+        assert!(ledger.needed(seq - 1).is_ok(), "earlier changes are not concerned");
+    }
+
+    #[test]
+    fn a_waiting_lock_does_not_hold_back_the_watermark() {
+        let mut ledger = Ledger::new(10);
+        let lock = ledger.enter(op(), true);
+        let other = ledger.enter(op(), false);
+        ledger.answer(other, Seq(0), &ok(), true);
+        assert_eq!(ledger.watermark(), other);
+        assert!(ledger.replay().is_empty(), "its owner sends it anew");
+        ledger.answer(lock, Seq(0), &ok(), true);
+        assert_eq!(ledger.len(), 0);
+    }
+}

@@ -1,0 +1,395 @@
+//! Opening a session, and going on with it after a lost connection or a change of leaders.
+//!
+//! The addresses are tried in turn until one answers that it leads. Then, on that connection and before anything else: resume
+//! the session, reclaim leases if the leader is a new one, and tell again every change that is not known to be durable, in
+//! the order of sequence and pipelined. Callers wait meanwhile and notice nothing.
+
+use std::collections::HashMap;
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Mutex, RwLock};
+use tokio::sync::Notify;
+use torchfs_proto::msg;
+use torchfs_proto::msg::meta::{Done, Op, Reply, SessionInfo, method};
+use torchfs_proto::{Code, Fault, Ino, Result, SessionId};
+use torchfs_rpc::{Call, Connection, Link};
+
+use super::flight::{Flight, rebase};
+use super::ids::Ids;
+use super::leases::Leases;
+use super::ledger::Ledger;
+use super::session::{Envelope, Phase, Shared, State};
+use super::tasks::Outbox;
+use super::{MetaConfig, unexpected};
+
+/// Most leases or open inodes told in one Reclaim.
+const RECLAIM: usize = 4096;
+
+/// Why an attempt came to nothing.
+enum Failed {
+    /// Try elsewhere or later.
+    Retry(Fault),
+    /// The service does not know the session any more.
+    Gone(Fault),
+}
+
+/// Opens a session at whoever leads.
+pub(crate) async fn open(config: MetaConfig) -> Result<Arc<Shared>> {
+    if config.addrs.is_empty() {
+        return Err(Fault::new(Code::Invalid, "no address of a metadata server is known")
+            .next("give --meta HOST:PORT or set TORCHFS_META"));
+    }
+    let links: Vec<Link> = config.addrs.iter().map(|addr| config.connector.link(addr)).collect();
+    let until = Instant::now() + config.op_timeout;
+    let mut silent = false;
+    for turn in 0.. {
+        let addr = turn % links.len();
+        match open_at(&config, &links[addr], until).await {
+            Ok((connection, sent, reply, info)) => {
+                if silent {
+                    tracing::info!(addr = links[addr].addr(), "the metadata service answers");
+                }
+                return Ok(started(config, links, addr, connection, sent, &reply, info));
+            }
+            Err(fault) if !fault.code.retry() || Instant::now() + config.pause >= until => return Err(fault),
+            Err(fault) => {
+                if !silent {
+                    tracing::warn!(addr = links[addr].addr(), "waiting for the metadata service: {fault}");
+                    silent = true;
+                }
+            }
+        }
+        if addr + 1 == links.len() {
+            tokio::time::sleep(config.pause).await;
+        }
+    }
+    unreachable!("the loop ends by returning")
+}
+
+async fn open_at(
+    config: &MetaConfig,
+    link: &Link,
+    until: Instant,
+) -> Result<(Connection, Instant, Reply, SessionInfo)> {
+    let until = until.min(Instant::now() + config.attempt_timeout);
+    let connection = link.connection(0, until).await?;
+    let envelope = Envelope { session: SessionId(0), epoch: 0, watermark: 0, fence: torchfs_proto::Fence(0) };
+    let sent = Instant::now();
+    let body = envelope.seal(0, &Op::OpenSession(config.who.clone()));
+    let (reply, done) = ask(&connection, body, until).await?;
+    match done {
+        Done::Session(info) => Ok((connection, sent, reply, info)),
+        other => Err(unexpected("OpenSession", &other)),
+    }
+}
+
+/// One question over a connection of our own. The reply's result is taken out of it.
+async fn ask(connection: &Connection, body: Vec<u8>, until: Instant) -> Result<(Reply, Done)> {
+    let mut call = Call::new(method::META, body, Duration::ZERO);
+    call.deadline = until;
+    let answer = connection.call(call).await?;
+    let mut reply: Reply = msg::decode(&answer.body)?;
+    let done = std::mem::replace(&mut reply.result, Ok(Done::Ok))?;
+    Ok((reply, done))
+}
+
+fn started(
+    config: MetaConfig,
+    links: Vec<Link>,
+    addr: usize,
+    connection: Connection,
+    sent: Instant,
+    reply: &Reply,
+    info: SessionInfo,
+) -> Arc<Shared> {
+    let term = Duration::from_millis(u64::from(info.lease_ms));
+    let mut leases = Leases::new(reply.lease_epoch, term, sent, config.recalls_max);
+    leases.grant(reply.lease_epoch, &reply.grants);
+    let state = State {
+        phase: Phase::Live(connection),
+        generation: 1,
+        fence: reply.fence,
+        session: info.session,
+        epoch: info.epoch,
+        ledger: Ledger::new(config.ledger_max),
+        leases,
+        syncs: Vec::new(),
+        moved: HashMap::new(),
+        outbox: Outbox::default(),
+        seen: 0,
+        era: 1,
+        addr,
+    };
+    let shared = Arc::new(Shared {
+        links,
+        state: Mutex::new(state),
+        order: Mutex::new(()),
+        progress: Notify::new(),
+        placement: RwLock::new(Arc::new(info.placement.clone())),
+        info: RwLock::new(Arc::new(info)),
+        space: AtomicU64::new(u64::MAX),
+        keeper: RwLock::new(None),
+        ids: Ids::default(),
+        acks: Notify::new(),
+        returns: Notify::new(),
+        renew: Notify::new(),
+        tasks: Mutex::default(),
+        own: Mutex::default(),
+        config,
+    });
+    shared.start_tasks();
+    shared
+}
+
+impl Shared {
+    /// The connection was given up for this reason.
+    pub fn begin_recovery(self: &Arc<Shared>, why: Fault) {
+        let shared = self.clone();
+        self.spawn_own(async move { shared.recover(why).await });
+    }
+
+    async fn recover(self: &Arc<Shared>, why: Fault) {
+        metrics::counter!(crate::metrics::RECOVERIES).increment(1);
+        let began = Instant::now();
+        tracing::debug!("the connection to the metadata service is given up: {why}");
+        let mut silent = false;
+        while self.ended().is_none() {
+            let addr = self.state.lock().addr % self.links.len();
+            let last = match self.resume_at(&self.links[addr]).await {
+                Ok(()) => {
+                    if silent {
+                        let after_s = began.elapsed().as_secs();
+                        tracing::info!(
+                            addr = self.links[addr].addr(),
+                            after_s,
+                            "the metadata service is back"
+                        );
+                    }
+                    return;
+                }
+                Err(Failed::Gone(fault)) => {
+                    let fault = Fault::new(
+                        fault.code,
+                        format!("the session with the metadata service is gone: {fault}"),
+                    )
+                    .next("mount again; what was not yet written back is lost");
+                    self.end(fault, true);
+                    return;
+                }
+                Err(Failed::Retry(fault)) => fault,
+            };
+            let wrapped = {
+                let mut state = self.state.lock();
+                state.addr = (addr + 1) % self.links.len();
+                state.addr == 0
+            };
+            if wrapped {
+                if !silent {
+                    silent = true;
+                    tracing::warn!(
+                        addrs = self.config.addrs.join(", "),
+                        "the metadata service is silent, calls wait for it: {last}"
+                    );
+                }
+                self.sleep_until(Instant::now() + self.config.pause).await;
+            }
+        }
+    }
+
+    async fn resume_at(self: &Arc<Shared>, link: &Link) -> Result<(), Failed> {
+        let until = Instant::now() + self.config.attempt_timeout;
+        let connection = link.connection(0, until).await.map_err(Failed::Retry)?;
+        let envelope = self.state.lock().envelope();
+        let (reply, done) = self.question(&connection, &envelope, &Op::ResumeSession, until).await?;
+        let Done::Session(info) = done else {
+            return Err(Failed::Retry(unexpected("ResumeSession", &done)));
+        };
+        let voided = {
+            let mut state = self.state.lock();
+            state.fence = reply.fence;
+            state.epoch = info.epoch;
+            state.generation += 1; // replies to an attempt before this one are not heard
+            let new_epoch = reply.lease_epoch != state.leases.epoch();
+            let expired = info.reclaim && !state.leases.alive(Instant::now());
+            if new_epoch || expired {
+                state.leases.void(reply.lease_epoch);
+            }
+            new_epoch || expired
+        };
+        if voided {
+            self.tell_lost();
+        }
+        let reclaim = info.reclaim;
+        self.set_placement(info.placement.clone());
+        *self.info.write() = Arc::new(info);
+        if reclaim {
+            self.reclaim(&connection).await?;
+        }
+        self.replay_all(&connection).await?;
+        self.renew.notify_one();
+        Ok(())
+    }
+
+    /// Asks over a connection that is not in use yet, and checks its fence.
+    async fn question(
+        &self,
+        connection: &Connection,
+        envelope: &Envelope,
+        op: &Op,
+        until: Instant,
+    ) -> Result<(Reply, Done), Failed> {
+        let (reply, done) =
+            ask(connection, envelope.seal(0, op), until).await.map_err(|fault| match fault.code {
+                Code::NoSession | Code::Fenced => Failed::Gone(fault),
+                _ => Failed::Retry(fault),
+            })?;
+        if reply.fence < envelope.fence {
+            let what = format!("{} leads no more: its fence is {}", connection.addr(), reply.fence);
+            return Err(Failed::Retry(Fault::new(Code::NotLeader, what)));
+        }
+        Ok((reply, done))
+    }
+
+    /// Tells a new leader what this session holds; what it does not grant anew is taken from the keeper.
+    async fn reclaim(self: &Arc<Shared>, connection: &Connection) -> Result<(), Failed> {
+        let open = self.keeper().map(|keeper| keeper.open_inodes()).unwrap_or_default();
+        let (held, epoch) = {
+            let mut state = self.state.lock();
+            state.era += 1;
+            state.seen = 0;
+            state.outbox.change_era();
+            (state.leases.take(), state.leases.epoch())
+        };
+        if let Err(failed) = self.reclaim_all(connection, &held, &open).await {
+            self.state.lock().leases.restore(epoch, held);
+            return Err(failed);
+        }
+        let missing: Vec<(Ino, u8)> = {
+            let mut state = self.state.lock();
+            let State { leases, ledger, moved, .. } = &mut *state;
+            let mut renamed = HashMap::new();
+            for (ino, _, old) in held.iter().filter(|(_, _, old)| *old > 0) {
+                let new = leases.writing(*ino);
+                if new > 0 {
+                    renamed.insert((*ino, *old), new);
+                }
+            }
+            // What the leader before had renamed leads on to the newest number.
+            for ((ino, oldest), old) in moved.drain() {
+                if let Some(new) = renamed.get(&(ino, old)).copied() {
+                    renamed.entry((ino, oldest)).or_insert(new);
+                }
+            }
+            *moved = renamed;
+            ledger.ops_mut().for_each(|op| rebase(moved, op));
+            held.iter()
+                .map(|(ino, bits, _)| (*ino, bits & !leases.bits(*ino)))
+                .filter(|(_, bits)| *bits != 0)
+                .collect()
+        };
+        if let Some(keeper) = self.keeper() {
+            for (ino, bits) in missing {
+                let recall = keeper.recall(ino, bits, Vec::new());
+                self.spawn(async move {
+                    recall.await;
+                });
+            }
+        }
+        Ok(())
+    }
+
+    async fn reclaim_all(
+        &self,
+        connection: &Connection,
+        held: &[(Ino, u8, u64)],
+        open: &[Ino],
+    ) -> Result<(), Failed> {
+        let (mut held, mut open) = (held, open);
+        loop {
+            let (leases, held_rest) = held.split_at(held.len().min(RECLAIM));
+            let (inos, open_rest) = open.split_at(open.len().min(RECLAIM));
+            (held, open) = (held_rest, open_rest);
+            let last = held.is_empty() && open.is_empty();
+            let op = Op::Reclaim {
+                leases: leases.iter().map(|(ino, bits, _)| (*ino, *bits)).collect(),
+                open: inos.to_vec(),
+                last,
+            };
+            let envelope = self.state.lock().envelope();
+            let until = Instant::now() + self.config.attempt_timeout;
+            let (reply, _) = self.question(connection, &envelope, &op, until).await?;
+            self.state.lock().leases.grant(reply.lease_epoch, &reply.grants);
+            if last {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Tells every change again that is not known to be durable, then lets callers use the connection.
+    async fn replay_all(self: &Arc<Shared>, connection: &Connection) -> Result<(), Failed> {
+        let entries = self.state.lock().ledger.replay();
+        if !entries.is_empty() {
+            tracing::debug!(count = entries.len(), "telling changes again");
+            metrics::counter!(crate::metrics::REPLAYED).increment(entries.len() as u64);
+        }
+        let mut answered = std::collections::VecDeque::new();
+        let mut open = Vec::new();
+        for (seq, told) in entries {
+            let Some(mut flight) = self.retell(connection, seq) else {
+                continue;
+            };
+            poll_fn(|cx| Poll::Ready(flight.depart(cx))).await;
+            if told {
+                answered.push_back(flight);
+            } else {
+                open.push(flight); // may have to wait for others' recalls: its owner waits, we do not
+            }
+            if answered.len() >= self.config.replay_window.max(1)
+                && let Some(first) = answered.pop_front()
+            {
+                self.landed(first).await?;
+            }
+        }
+        for flight in answered {
+            self.landed(flight).await?;
+        }
+        {
+            let mut state = self.state.lock();
+            if let Phase::Ended(fault) = &state.phase {
+                return Err(Failed::Gone(fault.clone()));
+            }
+            state.phase = Phase::Live(connection.clone());
+        }
+        for mut flight in open {
+            self.spawn_own(async move {
+                flight.land().await;
+            });
+        }
+        self.progress.notify_waiters();
+        Ok(())
+    }
+
+    fn retell(self: &Arc<Shared>, connection: &Connection, seq: u64) -> Option<Flight> {
+        let mut state = self.state.lock();
+        let mut op = state.ledger.op(seq)?.clone();
+        let ticket = state.leases.begin();
+        let route = super::session::Route {
+            connection: connection.clone(),
+            generation: state.generation,
+            ticket,
+            envelope: state.envelope(),
+        };
+        drop(state);
+        Some(self.replay(seq, route, &mut op))
+    }
+
+    /// Waits for the answer to a change told again.
+    async fn landed(self: &Arc<Shared>, flight: Flight) -> Result<(), Failed> {
+        let until = Instant::now() + self.config.attempt_timeout;
+        flight.retold(until).await.map_err(Failed::Retry)
+    }
+}

@@ -1,0 +1,20 @@
+//! What this crate counts, by name, unit and meaning.
+
+/// Connections to the metadata service that were given up.
+pub const RECOVERIES: &str = "torchfs_client_recoveries_total";
+/// Changes that were told again to a leader.
+pub const REPLAYED: &str = "torchfs_client_replayed_total";
+/// Blocks put.
+pub const PUTS: &str = "torchfs_client_puts_total";
+/// Bytes of content in blocks put.
+pub const PUT_BYTES: &str = "torchfs_client_put_bytes_total";
+/// Pieces put on another server than their group's.
+pub const SUBSTITUTES: &str = "torchfs_client_substitutes_total";
+/// Reads of blocks.
+pub const GETS: &str = "torchfs_client_gets_total";
+/// Bytes of content read from blocks.
+pub const GET_BYTES: &str = "torchfs_client_get_bytes_total";
+/// Reads that asked a second server because the first was slow.
+pub const HEDGES: &str = "torchfs_client_hedges_total";
+/// Copies that were corrupt, missing or out of reach when they were read.
+pub const BAD_COPIES: &str = "torchfs_client_bad_copies_total";
