@@ -1,5 +1,7 @@
 //! What goes in comes out, and nothing else does.
 
+#![allow(clippy::unwrap_used)]
+
 use bytes::Bytes;
 use torchfs_codec::{
     CHUNK, Compression, Error, MAX_BLOCK, chunks_of, codec, decode_chunk, encode, stored_range,
