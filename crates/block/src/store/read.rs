@@ -1,0 +1,195 @@
+//! Reading: from the index to a range of a segment's file.
+//!
+//! A piece's chunk table lies before its payload. A small piece is read with its table in one go; of a large one only the
+//! table is read, and the payload is handed on as a range of the file, for sendfile. The bytes are not checked: the reader
+//! does that, since it has to anyway.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use torchfs_proto::chunk::ChunkInfo;
+use torchfs_proto::disk::DiskFile;
+use torchfs_proto::msg::block::PieceInfo;
+use torchfs_proto::{BlockId, LayoutId};
+
+use super::format::{Record, Refused, What};
+use super::index::{Entry, Held, Key};
+use super::{Shared, Store};
+use crate::{Error, Result, metrics as names};
+
+/// A record up to this length is read in one go, whatever part of it is wanted.
+const SMALL: u64 = 80 << 10;
+
+/// Chunks of a stored piece.
+pub struct Found {
+    /// The block's layout.
+    pub layout: LayoutId,
+    /// The index in the block of the first chunk here.
+    pub first: u32,
+    /// The chunks.
+    pub chunks: Vec<ChunkInfo>,
+    /// Their stored bytes, one chunk after the other, unchecked.
+    pub body: Body,
+}
+
+/// Stored bytes.
+pub enum Body {
+    /// In memory.
+    Memory(Bytes),
+    /// In a file. While this clone of the file lives, the bytes stay as they are.
+    File {
+        /// The segment's file, for reading only.
+        file: Arc<dyn DiskFile>,
+        /// Where the bytes start.
+        offset: u64,
+        /// How many there are.
+        len: u64,
+    },
+}
+
+/// Figures of a store.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Stat {
+    /// Bytes that pieces and what belongs to them may take.
+    pub total: u64,
+    /// Bytes free for pieces, those included that emptying segments brings back.
+    pub free: u64,
+    /// Bytes that live pieces take.
+    pub used: u64,
+    /// Live pieces.
+    pub pieces: u64,
+    /// Places that could not be read when the store was opened.
+    pub damaged: u64,
+}
+
+impl Store {
+    /// Chunks `range` of a piece, counted within the piece and cut at its end.
+    pub fn get(&self, block: BlockId, piece: u8, range: Range<u32>) -> Result<Found> {
+        let (entry, file) = self.shared.find(block, piece)?;
+        let span = entry.span();
+        let whole = span.end - entry.offset();
+        let read = if whole <= SMALL { whole as usize } else { span.header };
+        let mut bytes = vec![0; read];
+        let got = self.read(&file, &mut bytes, entry.offset())?;
+        let header = self.header(block, piece, &entry, &file, bytes.get(..span.header.min(got)))?;
+        let end = (range.end as usize).min(header.chunks.len());
+        let range = (range.start as usize).min(end)..end;
+        let within = torchfs_codec::stored_range(&header.chunks, range.clone());
+        let body = if whole <= SMALL {
+            let from = (span.payload - entry.offset()) as usize;
+            let wanted = from + within.start as usize..from + within.end as usize;
+            if wanted.end > got {
+                return Err(self.shared.corrupt(block, piece, "the segment's file ends early".to_owned()));
+            }
+            Body::Memory(Bytes::from(bytes).slice(wanted))
+        } else {
+            Body::File { file, offset: span.payload + within.start, len: within.end - within.start }
+        };
+        let first = header.first + range.start as u32;
+        Ok(Found { layout: header.layout, first, chunks: header.chunks[range].to_vec(), body })
+    }
+
+    /// Reads a piece from disk and checks all of it; returns its stored bytes.
+    pub fn verify(&self, block: BlockId, piece: u8) -> Result<u64> {
+        let (entry, file) = self.shared.find(block, piece)?;
+        let span = entry.span();
+        let mut bytes = vec![0; (span.end - entry.offset()) as usize];
+        let got = self.read(&file, &mut bytes, entry.offset())?;
+        let header = self.header(block, piece, &entry, &file, bytes.get(..span.header.min(got)))?;
+        let payload = &bytes[(span.payload - entry.offset()) as usize..];
+        check_chunks(block, header.first, &header.chunks, payload)
+            .map_err(|error| self.shared.corrupt(block, piece, error.to_string()))?;
+        Ok(payload.len() as u64)
+    }
+
+    /// Pieces after the given one, in the order of ids, at most so many.
+    pub fn list(&self, after: Option<(BlockId, u8)>, limit: usize) -> Vec<PieceInfo> {
+        let index = self.shared.index.read();
+        let after = after.map(|(block, piece)| Key::new(block, piece));
+        let info = |(key, entry): (&Key, &Entry)| PieceInfo {
+            block: key.block(),
+            piece: key.piece(),
+            layout: entry.layout,
+            stored: entry.payload,
+        };
+        index.after(after).take(limit).map(info).collect()
+    }
+
+    /// Figures of the store.
+    pub fn stat(&self) -> Result<Stat> {
+        let config = &self.shared.config;
+        let space = self.shared.disk.space().map_err(|e| self.shared.io("ask for its space", e))?;
+        let index = self.shared.index.read();
+        let have: u64 = index.segments.values().map(|s| s.header.size).sum();
+        let live: u64 = index.segments.values().map(|s| s.live + s.tombs).sum();
+        let room = space.free.saturating_sub(config.keep_free);
+        let total = config.capacity.map_or(have + room, |capacity| capacity.min(have + room));
+        let reserve = config.reserve as u64 * index.segments.values().next().map_or(0, |s| s.header.size);
+        Ok(Stat {
+            total,
+            free: total.saturating_sub(live + reserve),
+            used: index.payload(),
+            pieces: index.pieces() as u64,
+            damaged: self.shared.damaged,
+        })
+    }
+
+    fn read(&self, file: &Held, buf: &mut [u8], at: u64) -> Result<usize> {
+        file.read_at(buf, at).map_err(|e| self.shared.io("read a piece", e))
+    }
+
+    /// The header of a piece's record, if it is the one that the index means.
+    fn header(
+        &self,
+        block: BlockId,
+        piece: u8,
+        entry: &Entry,
+        file: &Held,
+        bytes: Option<&[u8]>,
+    ) -> Result<super::format::PieceHeader> {
+        let record = Record::decode(&file.place, entry.offset(), bytes.unwrap_or_default());
+        match record {
+            Ok(Record { what: What::Piece(header), .. })
+                if header.key == Key::new(block, piece) && header.digest() == entry.digest =>
+            {
+                Ok(header)
+            }
+            Err(Refused::Newer(why)) => Err(self.shared.corrupt(block, piece, why)),
+            _ => {
+                let place = format!("its header at {} in segment {}", entry.offset(), entry.segment);
+                Err(self.shared.corrupt(block, piece, format!("{place} cannot be read")))
+            }
+        }
+    }
+}
+
+impl Shared {
+    pub(super) fn find(&self, block: BlockId, piece: u8) -> Result<(Entry, Arc<Held>)> {
+        let index = self.index.read();
+        index
+            .find(&Key::new(block, piece))
+            .and_then(|entry| Some((*entry, index.segments.get(&entry.segment)?.file.clone())))
+            .ok_or(Error::Gone { block, piece, server: self.config.server })
+    }
+
+    fn corrupt(&self, block: BlockId, piece: u8, why: String) -> Error {
+        metrics::counter!(names::CORRUPT).increment(1);
+        Error::Corrupt { block, piece, server: self.config.server, why }
+    }
+}
+
+/// Checks stored bytes against their chunks.
+pub(super) fn check_chunks(
+    block: BlockId,
+    first: u32,
+    chunks: &[ChunkInfo],
+    mut payload: &[u8],
+) -> std::result::Result<(), torchfs_codec::Error> {
+    for (index, chunk) in (first..).zip(chunks) {
+        let (stored, rest) = payload.split_at(payload.len().min(chunk.stored as usize));
+        torchfs_codec::verify_chunk(block, index, chunk, stored)?;
+        payload = rest;
+    }
+    Ok(())
+}
