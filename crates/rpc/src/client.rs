@@ -418,6 +418,7 @@ async fn keep(shared: Arc<Shared>) {
     let mut written = shared.out.written();
     let mut progress = Instant::now();
     while !shared.out.is_closed() {
+        shared.out.send_burst().await;
         let now = Instant::now();
         let (expired, next) = shared.table.expire(now, |method| timed_out(&shared.addr, method));
         expired.into_iter().for_each(|call| shared.cancel(call.id, call.place));

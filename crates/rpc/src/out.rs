@@ -2,7 +2,9 @@
 //!
 //! A frame is put into a queue; then the sender tries to become the writer and empties the queue with non-blocking
 //! vectored writes. If somebody else is writing, that one takes the frame along, so many small frames share a system call
-//! and nobody waits for a lock. Only when the socket is full does the connection's keeper task continue.
+//! and nobody waits for a lock. When the socket is full, the connection's keeper task continues. When small frames come in
+//! a burst (another was written microseconds ago), they are left to the keeper too, which lets the other ready tasks
+//! run first and then writes all their frames at once.
 //!
 //! # Invariants
 //! - Bytes leave in the order of the queue; only the holder of `writing` touches the socket.
@@ -18,6 +20,7 @@ use std::num::NonZeroUsize;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -33,6 +36,11 @@ use crate::payload::Payload;
 const PIECES_MAX: usize = 64;
 /// How many frames the writer looks at together.
 const BATCH_MAX: usize = 32;
+/// A small frame that comes so soon after the last write belongs to a burst. A lone caller waits longer than this for each
+/// reply, so it never meets the keeper.
+const BURST: Duration = Duration::from_micros(10);
+/// Frames from this length on are written at once: they fill a write by themselves.
+const SMALL: usize = 4 << 10;
 
 /// A frame to send. `G` is what is held until it is out.
 pub(crate) struct Frame<G> {
@@ -79,8 +87,13 @@ pub(crate) struct Out<G> {
     corked: AtomicBool,
     /// The socket was full: the keeper waits until it is writable.
     blocked: AtomicBool,
+    /// A burst waits for the keeper.
+    burst: AtomicBool,
     closed: AtomicBool,
     written: AtomicU64,
+    /// When the last write ended, in nanoseconds since `epoch`.
+    last_write: AtomicU64,
+    epoch: Instant,
     wake: Notify,
 }
 
@@ -92,18 +105,28 @@ impl<G> Out<G> {
             writing: Mutex::new(VecDeque::new()),
             corked: AtomicBool::new(false),
             blocked: AtomicBool::new(false),
+            burst: AtomicBool::new(false),
             closed: AtomicBool::new(false),
             written: AtomicU64::new(0),
+            last_write: AtomicU64::new(0),
+            epoch: Instant::now(),
             wake: Notify::new(),
         }
     }
 
-    /// Sends a frame: here and now if the socket takes it.
+    /// Sends a frame: here and now if the socket takes it, unless it is one of a burst.
     pub fn send(&self, frame: Frame<G>) {
+        let small = frame.len() < SMALL;
         self.queue.lock().push_back(frame);
         if self.is_closed() {
             self.queue.lock().clear();
-        } else if !self.corked.load(Ordering::Acquire) {
+        } else if self.corked.load(Ordering::Acquire) {
+            // The reader sends it when it has read all it can.
+        } else if small && self.is_burst() {
+            if !self.burst.swap(true, Ordering::AcqRel) {
+                self.wake.notify_one();
+            }
+        } else {
             self.pump();
         }
     }
@@ -188,6 +211,21 @@ impl<G> Out<G> {
         self.wake.notified().await;
     }
 
+    /// Sends a burst, after the other ready tasks had their chance to add to it. The keeper does this first whenever it
+    /// wakes, for whatever reason, so that no burst is forgotten.
+    pub async fn send_burst(&self) {
+        if self.burst.load(Ordering::Acquire) {
+            tokio::task::yield_now().await;
+            self.burst.store(false, Ordering::Release);
+            self.pump();
+        }
+    }
+
+    fn is_burst(&self) -> bool {
+        let last = Duration::from_nanos(self.last_write.load(Ordering::Relaxed));
+        self.epoch.elapsed().saturating_sub(last) < BURST
+    }
+
     /// Returns when the socket takes bytes again.
     pub async fn writable(&self) -> io::Result<()> {
         self.stream.writable().await
@@ -212,6 +250,7 @@ impl<G> Out<G> {
                 None => self.send_memory(batch)?,
             };
             self.written.fetch_add(sent as u64, Ordering::Relaxed);
+            self.last_write.store(self.epoch.elapsed().as_nanos() as u64, Ordering::Relaxed);
             while sent > 0 {
                 let Some(first) = batch.front_mut() else { break };
                 let here = sent.min(first.len() - first.sent);

@@ -329,6 +329,9 @@ async fn read_frames(
 ) -> std::result::Result<Never, Ended> {
     let mut turn = 0;
     loop {
+        if conn.out.is_closed() {
+            return Err(Ended::Closed); // no answer would arrive: do not begin what was read ahead
+        }
         let header = match inbound.buffered_header()? {
             Some(header) => header,
             None => {
@@ -518,6 +521,7 @@ async fn keep(conn: Arc<Conn>) {
     let mut written = conn.out.written();
     let mut progress = Instant::now();
     while !conn.out.is_closed() {
+        conn.out.send_burst().await;
         let now = Instant::now();
         let blocked = conn.out.is_blocked();
         if !blocked || conn.out.written() != written {

@@ -1,6 +1,8 @@
 //! A service with one method per behaviour, and a way to reach it over each transport.
 #![allow(dead_code)]
 
+pub mod raw;
+
 use std::future::Future;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
