@@ -92,13 +92,19 @@ pub(crate) async fn call(stream: &mut TcpStream, addr: &str, config: &Config) ->
     Ok(agreed)
 }
 
-/// Shakes hands as the one who listened. A caller that is refused is told why.
-pub(crate) async fn answer(stream: &mut TcpStream, addr: &str, config: &Config) -> Result<Agreed> {
+/// Shakes hands as the one who listened. A caller that is refused is told why; `busy` is a reason to refuse anybody.
+pub(crate) async fn answer(
+    stream: &mut TcpStream,
+    addr: &str,
+    config: &Config,
+    busy: Option<Fault>,
+) -> Result<Agreed> {
     let asked = Instant::now();
     let question = receive(stream, addr, HELLO).await?;
     let theirs = question.first_chunk::<HELLO_LEN>().ok_or_else(|| nonsense(addr))?;
     let hello = Hello::decode(theirs).ok_or_else(|| nonsense(addr))?;
-    let mut agreed = match agree(config, &hello, addr, Duration::ZERO) {
+    // Refusals come after the hello was read: bytes left unread would reset the connection and take the refusal along.
+    let mut agreed = match busy.map_or_else(|| agree(config, &hello, addr, Duration::ZERO), Err) {
         Ok(agreed) => agreed,
         Err(fault) => return refuse(stream, addr, fault).await,
     };
@@ -116,7 +122,7 @@ pub(crate) async fn answer(stream: &mut TcpStream, addr: &str, config: &Config) 
 }
 
 /// Tells a peer why it is sent away, and returns the same fault.
-pub(crate) async fn refuse<T>(stream: &mut TcpStream, addr: &str, fault: Fault) -> Result<T> {
+async fn refuse<T>(stream: &mut TcpStream, addr: &str, fault: Fault) -> Result<T> {
     let mut told = fault.clone();
     told.what.truncate(told.what.floor_char_boundary(1024));
     told.next.truncate(told.next.floor_char_boundary(1024));

@@ -164,12 +164,11 @@ async fn connection(
     let config = server.config.clone();
     let hands = async {
         stream.set_nodelay(true).map_err(|e| Fault::new(Code::Unreachable, e.to_string()))?;
-        if full {
-            let fault = Fault::new(Code::Overloaded, "the server has as many connections as it may have")
-                .next("try again later, or raise its limit of connections");
-            return hello::refuse(&mut stream, &addr, fault).await;
-        }
-        hello::answer(&mut stream, &addr, &config).await
+        let busy = full.then(|| {
+            Fault::new(Code::Overloaded, "the server has as many connections as it may have")
+                .next("try again later, or raise its limit of connections")
+        });
+        hello::answer(&mut stream, &addr, &config, busy).await
     };
     let agreed = tokio::select! {
         agreed = timeout(config.handshake_timeout, hands) => agreed,

@@ -106,11 +106,11 @@ async fn half_a_frame_and_then_nothing_is_dropped_in_time() {
     let whole = frame(Kind::Request, 1, ECHO, &[1; 100], &[2; 100_000]);
     for cut in [1, HEADER_LEN - 1, HEADER_LEN, HEADER_LEN + 50, HEADER_LEN + 100, whole.len() - 1] {
         let mut stream = raw::connect(&addr).await;
-        stream.write_all(&whole[..cut]).await.expect("sent");
+        let _ = stream.write_all(&whole[..cut]).await; // the server may be quicker
         until_closed(&mut stream).await;
         // And the same when the peer goes away.
         let mut stream = raw::connect(&addr).await;
-        stream.write_all(&whole[..cut]).await.expect("sent");
+        let _ = stream.write_all(&whole[..cut]).await;
     }
     still_serves(&good).await;
     assert_eq!(zoo.started.load(Ordering::SeqCst), 1);
@@ -145,13 +145,13 @@ async fn a_handshake_that_stops_is_dropped_in_time() {
     let hello = message(raw::HELLO, &raw::hello());
     for cut in [0, 1, 8, hello.len() - 1, hello.len()] {
         let mut stream = TcpStream::connect(&addr).await.expect("connected");
-        stream.write_all(&hello[..cut]).await.expect("sent");
+        let _ = stream.write_all(&hello[..cut]).await; // the server may be quicker
         until_closed(&mut stream).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_silent_peer_is_dropped_and_one_that_pings_is_kept() {
+async fn a_silent_peer_is_dropped() {
     let config = Config { silence_max: Duration::from_millis(400), ..Config::default() };
     let zoo = Zoo::new();
     let server = start(zoo.clone(), config).await;
@@ -200,7 +200,7 @@ async fn connections_beyond_the_bound_are_told_so() {
     let first = Connection::connect(&addr, Config::default()).await.expect("connected");
     let _second = Connection::connect(&addr, Config::default()).await.expect("connected");
     let fault = Connection::connect(&addr, Config::default()).await.err().expect("refused");
-    assert!(matches!(fault.code, Code::Overloaded | Code::Unreachable), "{fault:?}");
+    assert_eq!(fault.code, Code::Overloaded, "{fault}");
     first.close().await;
     until("a place is free", || zoo.closed.load(Ordering::SeqCst) == 1).await;
     // The place is free once the connection's task has ended, a moment after `closed`.

@@ -132,17 +132,20 @@ async fn a_dropped_call_drops_the_services_future(over: Over) {
 
 async fn a_call_ends_by_its_deadline_and_names_the_peer(over: Over) {
     let world = World::new(over).await;
-    let fault =
-        world.connection.call(Call::new(HANG, "", Duration::from_millis(30))).await.expect_err("too late");
-    assert_eq!(fault.code, Code::Timeout);
-    let named = fault.what.contains(world.connection.addr()) || fault.what.contains("the server");
-    assert!(named, "{fault}");
-    until("the request is dropped", || world.zoo.dropped.load(Ordering::SeqCst) == 1).await;
+    let (started, dropped) = (&world.zoo.started, &world.zoo.dropped);
+    // On a busy machine the time may be up before the request is sent; then it is not sent at all.
+    while started.load(Ordering::SeqCst) == 0 {
+        let late = world.connection.call(Call::new(HANG, "", Duration::from_millis(30))).await;
+        let fault = late.expect_err("too late");
+        assert_eq!(fault.code, Code::Timeout);
+        assert!(fault.what.contains(world.connection.addr()) || fault.what.contains("the server"), "{fault}");
+    }
+    until("the request is dropped", || dropped.load(Ordering::SeqCst) == started.load(Ordering::SeqCst))
+        .await;
     // A later deadline first, an earlier one after: both are kept.
     let long = tokio::spawn(world.connection.call(call(HANG, "")));
-    let fault =
-        world.connection.call(Call::new(HANG, "", Duration::from_millis(20))).await.expect_err("too late");
-    assert_eq!(fault.code, Code::Timeout);
+    let late = world.connection.call(Call::new(HANG, "", Duration::from_millis(20))).await;
+    assert_eq!(late.expect_err("too late").code, Code::Timeout);
     long.abort();
 }
 
