@@ -7,7 +7,8 @@
 //!
 //! # Invariants
 //! - What is returned as recovered is durable: after the death of a process alone its last writes may still be in the
-//!   page cache only, and after a failed sync they may look clean there. So the tail is written again and synced.
+//!   page cache only, and after a failed sync they may look clean there and be lost on the disk. So whatever appends
+//!   will rest on, the tail and the headers from there on, is written again as it is and synced.
 
 use std::collections::VecDeque;
 use std::io;
@@ -97,6 +98,9 @@ impl Log {
         let tail = ends.iter().rposition(|end| end.last.0 > 0).unwrap_or(0);
         let end = ends[tail];
         make_tail_durable(&segments[tail], &tail_bytes, end)?;
+        for segment in &segments[tail..] {
+            make_header_durable(segment)?;
+        }
 
         let next_generation = segments.last().map_or(1, |segment| segment.generation + 1);
         let next_number = segments.iter().map(|segment| segment.number + 1).max().unwrap_or(0);
@@ -252,7 +256,7 @@ impl Walk {
     }
 }
 
-/// Writes the records again that no later record knows as durable, and syncs the segment.
+/// Writes the records again that no later record knows as durable.
 fn make_tail_durable(segment: &Segment, bytes: &[u8], end: End) -> Result<()> {
     let file = name(segment.number);
     let from = end.unsure_at / PAGE * PAGE;
@@ -262,7 +266,17 @@ fn make_tail_durable(segment: &Segment, bytes: &[u8], end: End) -> Result<()> {
             .write_at(&bytes[from..end.at], from as u64)
             .map_err(Error::io(format!("cannot write {file}")))?;
     }
-    segment.file.sync().map_err(Error::io(format!("cannot sync {file}")))
+    Ok(())
+}
+
+/// Writes the header that counts again, byte for byte, and syncs the segment.
+fn make_header_durable(segment: &Segment) -> Result<()> {
+    let failed = |what: &str| Error::io(format!("cannot {what} {}", name(segment.number)));
+    let mut page = [0; PAGE];
+    let at = (segment.slot * PAGE) as u64;
+    segment.file.read_at(&mut page, at).map_err(failed("read"))?;
+    segment.file.write_at(&page, at).map_err(failed("write"))?;
+    segment.file.sync().map_err(failed("sync"))
 }
 
 struct Found {
