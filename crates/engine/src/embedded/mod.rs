@@ -63,7 +63,7 @@ pub struct Config {
     pub checkpoint_keys: usize,
     /// or after this time.
     pub checkpoint_interval: Duration,
-    /// Space that only batches that free space may use.
+    /// Space that only batches that free space may use; on small disks at most a sixteenth of the whole.
     pub reserve_bytes: u64,
     /// How old the known amount of free space may be.
     pub space_interval: Duration,
@@ -400,10 +400,11 @@ impl Inner {
                 }
                 // Without threads one checkpoint makes all the room there is.
                 Some(_) if rounds > 0 => return Err(Error::Stalled { timeout: Duration::ZERO }),
-                Some(_) => {
-                    self.checkpoint()?;
-                    rounds += 1;
-                }
+                Some(_) => match self.checkpoint() {
+                    Ok(_) => rounds += 1,
+                    Err(e) if e.is_space() => return Err(self.no_space()?),
+                    Err(e) => return Err(e),
+                },
             }
         }
     }
@@ -465,7 +466,7 @@ impl Inner {
             known.space = EngineSpace {
                 total: disk.total,
                 free: disk.free.min(room.headroom).saturating_add(room.reusable),
-                reserve: self.config.reserve_bytes,
+                reserve: self.config.reserve_bytes.min(disk.total / 16),
             };
             known.at = Some(Instant::now());
         }
