@@ -115,6 +115,8 @@ pub struct Config {
     pub ttl_max: Duration,
     /// An acknowledgement of a recall waits at most this long for the kernel's invalidations.
     pub settle_max: Duration,
+    /// How often a data lease is asked for that is taken away at once; a tick apart.
+    pub open_tries: u32,
     /// `close` does not wait for durability.
     pub writeback: bool,
     /// A file of at least this many extents that are small on average is rewritten when it is quiet; 0 turns it off.
@@ -141,6 +143,7 @@ impl Default for Config {
             extents_max: 64 << 10,
             ttl_max: Duration::from_secs(3600),
             settle_max: Duration::from_secs(2),
+            open_tries: 600,
             writeback: false,
             compact_extents: 64,
             compact_after: Duration::from_secs(30),

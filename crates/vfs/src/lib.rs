@@ -17,264 +17,180 @@
 //! permissions by mode, owner and group; the service checks what only it can know).
 
 mod api;
-#[allow(dead_code)]
+mod attr;
+mod budget;
+mod commit;
+mod compact;
+mod dir;
 mod extents;
+mod finish;
 mod host;
-#[allow(dead_code)]
+mod locks;
+mod names;
+mod node;
+mod open;
 mod overlay;
-#[allow(dead_code)]
+mod range;
+mod read;
+mod recall;
 mod signal;
 #[cfg(test)]
 mod testing;
+mod write;
+mod xattr;
 
-use std::sync::Arc;
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::future::Future;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
 
 use bytes::Bytes;
-use torchfs_client::{Blocks, Meta};
-use torchfs_proto::attr::{Kind, SetAttr};
-use torchfs_proto::msg::meta::{FileLock, VolumeUse};
-use torchfs_proto::{Code, Ino, Result};
+use futures_util::future::BoxFuture;
+use parking_lot::{Mutex, RwLock};
+use torchfs_cache::{Cache, CacheConfig, Fetch};
+use torchfs_client::{Blocks, Keeper, Meta};
+use torchfs_proto::extent::BlockRef;
+use torchfs_proto::{Ino, Result};
 
 pub use api::{Caller, Config, DirItem, Fh, Found, Node, Opened, Seek, WriteFlags};
+pub(crate) use attr::unexpected;
 pub use host::{Host, NoHost};
+
+use budget::{Budget, Slots};
+use finish::Finish;
+use node::Inode;
+use open::Handle;
+use signal::Signal;
 
 /// A mounted volume. Cheap to clone.
 #[derive(Clone)]
-pub struct Vfs {
-    _inner: Arc<Inner>,
-}
+pub struct Vfs(Arc<Inner>);
 
 struct Inner {
-    _config: Config,
-    _meta: Arc<Meta>,
-    _blocks: Arc<Blocks>,
-    _host: Arc<dyn Host>,
+    me: Weak<Inner>,
+    config: Config,
+    meta: Arc<Meta>,
+    blocks: Arc<Blocks>,
+    cache: Arc<Cache>,
+    host: Arc<dyn Host>,
+    nodes: RwLock<HashMap<Ino, Arc<Inode>>>,
+    handles: RwLock<HashMap<Fh, Arc<Handle>>>,
+    next_fh: AtomicU64,
+    /// Recalls so far: answers asked for before the last one are not kept.
+    recalls: AtomicU64,
+    /// Entries remembered over all folders, and the folders that have some, in the order they came.
+    entries: AtomicUsize,
+    folders: Mutex<VecDeque<Ino>>,
+    /// Files with writes that are not committed.
+    dirty: Mutex<HashMap<Ino, Arc<Inode>>>,
+    /// Nodes that nobody may need any more.
+    idle: Mutex<Vec<Ino>>,
+    fragmented: Mutex<HashSet<Ino>>,
+    budget: Budget,
+    puts: Slots,
+    prefetches: Slots,
+    /// Given with each tick.
+    tick: Signal,
+    stopped: AtomicBool,
+    ticker: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Vfs {
     /// Serves the volume that `meta` has a session on.
     pub fn new(config: Config, meta: Arc<Meta>, blocks: Arc<Blocks>, host: Arc<dyn Host>) -> Vfs {
-        Vfs { _inner: Arc::new(Inner { _config: config, _meta: meta, _blocks: blocks, _host: host }) }
-    }
-
-    /// The entry of a folder; each positive answer adds one reference of the kernel's.
-    pub async fn lookup(&self, _parent: Ino, _name: &[u8]) -> Result<Found> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Attributes.
-    pub async fn getattr(&self, _ino: Ino, _fh: Option<Fh>) -> Result<Node> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Changes attributes, the length among them.
-    pub async fn setattr(&self, _ino: Ino, _fh: Option<Fh>, _set: SetAttr) -> Result<Node> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// The target of a symlink.
-    pub async fn readlink(&self, _ino: Ino) -> Result<Bytes> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Makes a folder, symlink, device, pipe, socket or closed file; adds one reference.
-    #[allow(clippy::too_many_arguments)]
-    pub async fn make(
-        &self,
-        _caller: Caller,
-        _parent: Ino,
-        _name: &[u8],
-        _kind: Kind,
-        _mode: u32,
-        _rdev: u32,
-        _target: &[u8],
-    ) -> Result<Node> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Makes and opens a file; adds one reference.
-    pub async fn create(
-        &self,
-        _caller: Caller,
-        _parent: Ino,
-        _name: &[u8],
-        _mode: u32,
-        _flags: i32,
-    ) -> Result<(Node, Opened)> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Makes and opens a file without a name; adds one reference.
-    pub async fn tmpfile(
-        &self,
-        _caller: Caller,
-        _parent: Ino,
-        _mode: u32,
-        _flags: i32,
-    ) -> Result<(Node, Opened)> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// One more name; adds one reference.
-    pub async fn link(&self, _ino: Ino, _parent: Ino, _name: &[u8]) -> Result<Node> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Removes a name that is not a folder's.
-    pub async fn unlink(&self, _parent: Ino, _name: &[u8]) -> Result<()> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Removes an empty folder.
-    pub async fn rmdir(&self, _parent: Ino, _name: &[u8]) -> Result<()> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Renames; flags as in [`torchfs_proto::msg::meta::rename`].
-    pub async fn rename(
-        &self,
-        _parent: Ino,
-        _name: &[u8],
-        _new_parent: Ino,
-        _new_name: &[u8],
-        _flags: u32,
-    ) -> Result<()> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Opens a file.
-    pub async fn open(&self, _ino: Ino, _flags: i32) -> Result<Opened> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Reads; short only at the end of the file.
-    pub async fn read(&self, _ino: Ino, _fh: Fh, _offset: u64, _len: u32, _flags: i32) -> Result<Vec<Bytes>> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Writes all of it or fails.
-    pub async fn write(
-        &self,
-        _ino: Ino,
-        _fh: Fh,
-        _offset: u64,
-        _data: Bytes,
-        _flags: WriteFlags,
-    ) -> Result<u32> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// A descriptor is closed: durable after writing, and the owner's fcntl locks go.
-    pub async fn flush(&self, _ino: Ino, _fh: Fh, _lock_owner: u64) -> Result<()> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// The last descriptor is closed.
-    pub async fn release(&self, _ino: Ino, _fh: Fh, _flock_owner: Option<u64>) {}
-
-    /// Durable when it returns.
-    pub async fn fsync(&self, _ino: Ino, _fh: Fh, _data_only: bool) -> Result<()> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// The folder's entries are durable when it returns.
-    pub async fn fsyncdir(&self, _ino: Ino) -> Result<()> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Everything is durable when it returns.
-    pub async fn syncfs(&self) -> Result<()> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Opens a folder for listing.
-    pub async fn opendir(&self, _ino: Ino) -> Result<Opened> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Entries after a cookie, at most `want`; none at the end.
-    pub async fn readdir(
-        &self,
-        _ino: Ino,
-        _fh: Fh,
-        _cookie: u64,
-        _want: usize,
-        _plus: bool,
-    ) -> Result<Vec<DirItem>> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// A listing is done.
-    pub async fn releasedir(&self, _fh: Fh) {}
-
-    /// Figures of the volume.
-    pub async fn statfs(&self) -> Result<VolumeUse> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// One extended attribute.
-    pub async fn getxattr(&self, _ino: Ino, _name: &[u8]) -> Result<Bytes> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Names of extended attributes.
-    pub async fn listxattr(&self, _ino: Ino) -> Result<Vec<Bytes>> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Sets an extended attribute; XATTR_CREATE 1, XATTR_REPLACE 2.
-    pub async fn setxattr(&self, _ino: Ino, _name: &[u8], _value: &[u8], _flags: u32) -> Result<()> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Removes an extended attribute.
-    pub async fn removexattr(&self, _ino: Ino, _name: &[u8]) -> Result<()> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// The lock that is in the way.
-    pub async fn getlk(&self, _ino: Ino, _lock: FileLock) -> Result<Option<FileLock>> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Takes or releases a lock.
-    pub async fn setlk(&self, _ino: Ino, _fh: Fh, _lock: FileLock, _wait: bool) -> Result<()> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Extends, punches or zeroes a range.
-    pub async fn fallocate(&self, _ino: Ino, _fh: Fh, _mode: i32, _offset: u64, _len: u64) -> Result<()> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// The next data or hole.
-    pub async fn lseek(&self, _ino: Ino, _fh: Fh, _offset: u64, _whence: Seek) -> Result<u64> {
-        Err(Code::Unsupported.into())
-    }
-
-    /// Shares a range of one file with another; says how many bytes.
-    #[allow(clippy::too_many_arguments)]
-    pub async fn copy_file_range(
-        &self,
-        _ino_in: Ino,
-        _fh_in: Fh,
-        _off_in: u64,
-        _ino_out: Ino,
-        _fh_out: Fh,
-        _off_out: u64,
-        _len: u64,
-    ) -> Result<u64> {
-        Err(Code::Unsupported.into())
+        let source = Arc::new(Source(blocks.clone()));
+        let cache = Cache::new(source, CacheConfig { bytes_max: config.cache_bytes });
+        let inner = Arc::new_cyclic(|me| Inner {
+            me: me.clone(),
+            nodes: RwLock::default(),
+            handles: RwLock::default(),
+            next_fh: AtomicU64::new(1),
+            recalls: AtomicU64::new(0),
+            entries: AtomicUsize::new(0),
+            folders: Mutex::default(),
+            dirty: Mutex::default(),
+            idle: Mutex::default(),
+            fragmented: Mutex::default(),
+            budget: Budget::new(config.dirty_max),
+            puts: Slots::new(config.puts_max),
+            prefetches: Slots::new(config.prefetches_max),
+            tick: Signal::default(),
+            stopped: AtomicBool::new(false),
+            ticker: Mutex::default(),
+            config,
+            meta,
+            blocks,
+            cache,
+            host,
+        });
+        let vfs = Vfs(inner);
+        vfs.node(Ino::ROOT).lock().refs = 1;
+        let keeper: Weak<dyn Keeper> = vfs.0.me.clone();
+        vfs.0.meta.set_keeper(keeper);
+        vfs.start_ticking();
+        vfs
     }
 
     /// Writes everything back and ends the session.
     pub async fn shutdown(&self) -> Result<()> {
-        Err(Code::Unsupported.into())
+        let synced = self.syncfs().await;
+        self.0.stopped.store(true, Ordering::Release);
+        let ticker = self.0.ticker.lock().take();
+        if let Some(ticker) = ticker {
+            ticker.thread().unpark();
+        }
+        let closed = self.0.meta.close().await;
+        synced.and(closed)
     }
 
-    /// The kernel forgot so many references.
-    pub fn forget(&self, _ino: Ino, _count: u64) {}
+    /// Runs a change so that it is finished even if the caller goes away.
+    fn finish<T: Send + 'static>(&self, future: impl Future<Output = T> + Send + 'static) -> Finish<T> {
+        Finish::new(&self.0.meta, future)
+    }
 
-    /// The kernel got this entry of a listing and holds one reference more.
-    pub fn referenced(&self, _ino: Ino) {}
+    /// Timers are looked at by a thread of their own, so that nothing here needs a runtime's clock.
+    fn start_ticking(&self) {
+        let (inner, every) = (self.0.me.clone(), self.0.config.tick);
+        let thread = std::thread::Builder::new().name("torchfs-vfs-tick".into()).spawn(move || {
+            while let Some(inner) = inner.upgrade() {
+                if inner.stopped.load(Ordering::Acquire) {
+                    break;
+                }
+                Vfs(inner).ticked();
+                std::thread::park_timeout(every);
+            }
+        });
+        match thread {
+            Ok(thread) => *self.0.ticker.lock() = Some(thread),
+            Err(error) => tracing::error!(%error, "no thread for timers: dirty data waits for fsync or close"),
+        }
+    }
+
+    fn ticked(&self) {
+        self.0.tick.notify();
+        let after = self.0.config.commit_after;
+        self.flush_dirty(|file| file.dirty_since.is_some_and(|since| since.elapsed() >= after));
+        let idle = std::mem::take(&mut *self.0.idle.lock());
+        let rest: Vec<Ino> = idle.into_iter().filter(|ino| !self.try_retire(*ino)).collect();
+        self.0.idle.lock().extend(rest);
+        self.compact_quiet();
+    }
+}
+
+impl Inner {
+    fn vfs(&self) -> Option<Vfs> {
+        self.me.upgrade().map(Vfs)
+    }
+}
+
+/// The data servers, as the cache sees them.
+struct Source(Arc<Blocks>);
+
+impl Fetch for Source {
+    fn fetch(&self, block: &BlockRef, chunks: Range<u16>) -> BoxFuture<'static, Result<Vec<Bytes>>> {
+        let (blocks, block) = (self.0.clone(), block.clone());
+        Box::pin(async move { blocks.get(&block, chunks).await })
+    }
 }

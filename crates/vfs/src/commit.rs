@@ -1,0 +1,559 @@
+//! How buffered bytes become content: seal the tail, await the puts, one commit.
+//!
+//! At most one task per file does this, in rounds; whoever needs something committed says up to which write and waits. A round
+//! takes everything written so far, so that each commit leaves the file as it was at one moment. While a long write
+//! streams, a round may take just the sealed blocks, but only if no write older than theirs stays behind.
+//!
+//! Scattered small ranges share a block, one range operation each; very little content sits in the commit itself.
+//!
+//! # Invariants
+//! - Commits of a file are sent one at a time, in the order of its writes.
+//! - A round that fails is not tried again: its bytes are given up and the error latches on every open handle.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use torchfs_client::{Changed, Mark};
+use torchfs_proto::attr::{Attr, Time};
+use torchfs_proto::extent::{NewBlock, RangeOp, Source};
+use torchfs_proto::msg::meta::{COMMIT_BLOCKS_MAX, COMMIT_RANGES_MAX, Commit, Done, Op, lease};
+use torchfs_proto::{Code, Fault, Result};
+
+use crate::node::{Asked, File, Inode};
+use crate::overlay::{Batch, Number, Run};
+use crate::write::now;
+use crate::{Vfs, unexpected};
+
+/// Most ranges that share a block.
+const PACKED_RANGES: usize = COMMIT_RANGES_MAX / 2;
+
+/// How often a commit whose grant was stale is sent again under a new one.
+const STALE_TRIES: u32 = 3;
+
+/// Bytes of a file on their way into one block, or into the commit itself.
+pub(crate) struct Sealed {
+    batch: Batch,
+    /// The last write in here.
+    last: Number,
+    pub(crate) len: u64,
+    ranges: Vec<Placed>,
+    body: Body,
+}
+
+/// A range of the file and where in the block it lies.
+struct Placed {
+    offset: u64,
+    len: u64,
+    at: u64,
+}
+
+enum Body {
+    Inline(Vec<Bytes>),
+    Block(Arc<Put>),
+}
+
+/// A block being put.
+#[derive(Default)]
+pub(crate) struct Put {
+    result: Mutex<Option<Result<NewBlock>>>,
+}
+
+/// What there is to put.
+pub(crate) struct PutJob {
+    put: Arc<Put>,
+    parts: Vec<Bytes>,
+}
+
+/// What one commit takes.
+struct Round {
+    sealed: Vec<Sealed>,
+    /// With it, all writes up to this one are committed.
+    upto: Option<Number>,
+    mtime: Option<Time>,
+    kill_privileges: bool,
+    errors: u64,
+}
+
+impl Sealed {
+    /// Runs that share one block.
+    pub(crate) fn block(batch: Batch, last: Number, runs: Vec<Run>) -> (Sealed, PutJob) {
+        let put = Arc::new(Put::default());
+        let mut ranges = Vec::with_capacity(runs.len());
+        let mut parts = Vec::new();
+        let mut at = 0;
+        for run in runs {
+            ranges.push(Placed { offset: run.offset, len: run.len, at });
+            at += run.len;
+            parts.extend(run.parts);
+        }
+        let sealed = Sealed { batch, last, len: at, ranges, body: Body::Block(put.clone()) };
+        (sealed, PutJob { put, parts })
+    }
+
+    /// Runs so short that the commit carries them.
+    fn inline(batch: Batch, last: Number, runs: Vec<Run>) -> Sealed {
+        let ranges: Vec<Placed> =
+            runs.iter().map(|run| Placed { offset: run.offset, len: run.len, at: 0 }).collect();
+        let len = ranges.iter().map(|range| range.len).sum();
+        let bodies = runs.into_iter().map(|run| run.parts.concat().into()).collect();
+        Sealed { batch, last, len, ranges, body: Body::Inline(bodies) }
+    }
+
+    /// The operations that name the bytes, once they are where they belong.
+    fn ops(&self, blocks: &mut Vec<NewBlock>, ops: &mut Vec<RangeOp>) -> Result<()> {
+        match &self.body {
+            Body::Inline(bodies) => {
+                for (range, body) in self.ranges.iter().zip(bodies) {
+                    let source = Source::Inline(body.to_vec().into());
+                    ops.push(RangeOp::Write { offset: range.offset, len: range.len, source });
+                }
+            }
+            Body::Block(put) => {
+                let result = put.result.lock().clone();
+                let block = result.unwrap_or_else(|| Err(Code::Internal.into()))?;
+                for range in &self.ranges {
+                    let source = source_of(&block, range.at as u32);
+                    ops.push(RangeOp::Write { offset: range.offset, len: range.len, source });
+                }
+                blocks.push(block);
+            }
+        }
+        Ok(())
+    }
+
+    fn is_put(&self) -> bool {
+        match &self.body {
+            Body::Inline(_) => true,
+            Body::Block(put) => put.result.lock().is_some(),
+        }
+    }
+}
+
+/// Bytes of a block from an offset on, as an extent names them.
+pub(crate) fn source_of(block: &NewBlock, offset: u32) -> Source {
+    Source::Block {
+        id: block.id,
+        offset,
+        block_len: block.len,
+        layout: block.layout,
+        substitutes: block.substitutes.clone(),
+    }
+}
+
+impl Vfs {
+    /// Everything written to this file so far is committed when this returns, or its error has latched.
+    pub(crate) async fn write_back(&self, node: &Arc<Inode>) {
+        let Some(target) = node.lock().file.as_ref().map(|file| file.number) else { return };
+        loop {
+            let progress = node.progress.listen();
+            {
+                let mut state = node.lock();
+                let file = state.file();
+                if file.committed >= target {
+                    return;
+                }
+                file.want = file.want.max(target);
+            }
+            self.start_flush(node, false);
+            progress.await;
+        }
+    }
+
+    /// Begins rounds for a file unless they are under way; `all` if everything written so far must be committed.
+    pub(crate) fn start_flush(&self, node: &Arc<Inode>, all: bool) {
+        {
+            let mut state = node.lock();
+            let file = state.file();
+            if all {
+                file.want = file.number;
+            }
+            if file.flushing || !file.is_dirty() {
+                return;
+            }
+            file.flushing = true;
+        }
+        let (vfs, node) = (self.clone(), node.clone());
+        self.0.meta.spawn(async move { vfs.flush_rounds(node).await });
+    }
+
+    /// Begins to commit the dirty files that are chosen.
+    pub(crate) fn flush_dirty(&self, chosen: impl Fn(&File) -> bool) {
+        let dirty: Vec<Arc<Inode>> = self.0.dirty.lock().values().cloned().collect();
+        for node in dirty {
+            if node.lock().file.as_ref().is_some_and(|file| file.is_dirty() && chosen(file)) {
+                self.start_flush(&node, true);
+            }
+        }
+    }
+
+    /// The turn to change content at the service, when all that was written before is there.
+    pub(crate) async fn quiet_turn<'a>(&self, node: &'a Arc<Inode>) -> futures_util::lock::MutexGuard<'a, ()> {
+        // Somebody may go on writing; then the two are unordered anyway.
+        for _ in 0..3 {
+            self.write_back(node).await;
+            let turn = node.turn.lock().await;
+            if !node.lock().is_dirty() {
+                return turn;
+            }
+        }
+        node.turn.lock().await
+    }
+
+    /// Puts one block under a fresh id.
+    pub(crate) async fn put_block(&self, parts: Vec<Bytes>) -> Result<NewBlock> {
+        let _slot = self.0.puts.take().await;
+        let info = self.0.meta.info();
+        let id = self.0.meta.block_id().await?;
+        let began = Instant::now();
+        let block = self.0.blocks.put(id, info.volume.layout, parts, info.volume.compression).await?;
+        metrics::histogram!("torchfs_vfs_put_seconds").record(began.elapsed());
+        Ok(block)
+    }
+
+    pub(crate) fn spawn_put(&self, node: &Arc<Inode>, job: PutJob) {
+        let (vfs, node) = (self.clone(), node.clone());
+        self.0.meta.spawn(async move {
+            let result = vfs.put_block(job.parts).await;
+            *job.put.result.lock() = Some(result);
+            node.progress.notify();
+        });
+    }
+
+    /// Commits ranges at once. The caller has the turn.
+    pub(crate) async fn commit_now(
+        &self,
+        node: &Arc<Inode>,
+        blocks: Vec<NewBlock>,
+        ranges: Vec<RangeOp>,
+        kill_privileges: bool,
+    ) -> Result<Vec<u64>> {
+        let asked = self.asked();
+        let commit = Commit {
+            ino: node.ino,
+            grant: 0,
+            blocks,
+            ranges: ranges.clone(),
+            mtime: Some(now()),
+            kill_privileges,
+            expect: None,
+        };
+        let (attr, appended, mark) = self.send_commit(node, commit).await?;
+        self.committed(node, asked, &ranges, attr, mark);
+        Ok(appended)
+    }
+
+    /// Sends a commit under the grant held now, and again under a new one if that was stale.
+    pub(crate) async fn send_commit(
+        &self,
+        node: &Arc<Inode>,
+        mut commit: Commit,
+    ) -> Result<(Attr, Vec<u64>, Mark)> {
+        let meta = &self.0.meta;
+        let mut stale = 0;
+        for _ in 0..self.0.config.open_tries {
+            let tick = self.0.tick.listen();
+            commit.grant = meta.grant_number(node.ino);
+            if commit.grant == 0 {
+                // The lease ran out while the session lived on: ask for the right anew.
+                self.ask_data(node, true).await?;
+                commit.grant = meta.grant_number(node.ino);
+                if commit.grant == 0 {
+                    tick.await;
+                    continue;
+                }
+            }
+            match meta.change(Op::Commit(commit.clone())).await {
+                Ok(Changed { done: Done::Committed { attr, appended, .. }, seq }) => {
+                    return Ok((attr, appended, seq));
+                }
+                Ok(changed) => return Err(unexpected("commit", &changed.done)),
+                Err(fault) if fault.code == Code::Fenced && stale < STALE_TRIES => {
+                    stale += 1;
+                    self.ask_data(node, true).await?;
+                }
+                Err(fault) => return Err(fault),
+            }
+        }
+        Err(Fault::new(Code::Timeout, format!("no right to write inode {} could be had", node.ino)))
+    }
+
+    /// Takes in what a commit did.
+    pub(crate) fn committed(&self, node: &Inode, asked: Asked, ranges: &[RangeOp], attr: Attr, mark: Mark) {
+        let current = self.is_current(asked);
+        let protected = current && self.0.meta.holds(node.ino, lease::WRITE).is_some();
+        let epoch = self.0.meta.lease_epoch();
+        let mut state = node.lock();
+        state.mark = state.mark.max(mark);
+        let file = state.file();
+        file.applied(ranges, &attr, epoch, protected);
+        state.learn(&self.0.meta, attr, current);
+    }
+
+    async fn flush_rounds(self, node: Arc<Inode>) {
+        loop {
+            let turn = node.turn.lock().await;
+            let Some((round, jobs)) = self.seal_rest(&node) else { break };
+            for job in jobs {
+                self.spawn_put(&node, job);
+            }
+            let asked = self.asked();
+            let outcome = self.commit_round(&node, &round).await;
+            self.settle(&node, asked, round, outcome);
+            drop(turn);
+            node.progress.notify();
+        }
+        node.progress.notify();
+        let mut dirty = self.0.dirty.lock();
+        if !node.lock().is_dirty() {
+            dirty.remove(&node.ino);
+        }
+    }
+
+    /// The next round, or the end of rounds.
+    fn seal_rest(&self, node: &Inode) -> Option<(Round, Vec<PutJob>)> {
+        let info = self.0.meta.info();
+        let most = u64::from(info.volume.block_size.max(1));
+        let mut state = node.lock();
+        let file = state.file();
+        let streamed = file.sealed.iter().map(|sealed| sealed.len).sum::<u64>() >= self.0.config.commit_bytes;
+        let full = file.overlay.bytes() >= self.0.config.dirty_file_max / 2;
+        if file.want <= file.committed && !streamed && !full {
+            file.flushing = false;
+            return None;
+        }
+        let last = file.sealed.iter().map(|sealed| sealed.last).max().unwrap_or(0);
+        let older_stay = file.overlay.oldest_dirty().is_some_and(|oldest| oldest < last);
+        let mut jobs = Vec::new();
+        if file.want > file.committed || older_stay || file.sealed.is_empty() {
+            jobs = seal_all(file, most);
+        }
+        let mut sealed = Vec::new();
+        let (mut ranges, mut blocks) = (0, 0);
+        while let Some(next) = file.sealed.front() {
+            ranges += next.ranges.len();
+            blocks += 1;
+            if !sealed.is_empty() && (ranges > COMMIT_RANGES_MAX || blocks > COMMIT_BLOCKS_MAX) {
+                break;
+            }
+            sealed.extend(file.sealed.pop_front());
+        }
+        let upto = match (file.sealed.is_empty(), file.overlay.oldest_dirty()) {
+            (false, _) => None,
+            (true, Some(oldest)) => Some(oldest.saturating_sub(1)),
+            (true, None) => Some(file.number),
+        };
+        let round = Round {
+            sealed,
+            upto,
+            mtime: file.mtime,
+            kill_privileges: file.kill_privileges,
+            errors: file.errors,
+        };
+        Some((round, jobs))
+    }
+
+    /// Awaits the puts, then commits.
+    async fn commit_round(
+        &self,
+        node: &Arc<Inode>,
+        round: &Round,
+    ) -> Result<Option<(Attr, Mark, Vec<RangeOp>)>> {
+        for sealed in &round.sealed {
+            loop {
+                let progress = node.progress.listen();
+                if sealed.is_put() {
+                    break;
+                }
+                progress.await;
+            }
+        }
+        let (mut blocks, mut ranges) = (Vec::new(), Vec::new());
+        for sealed in &round.sealed {
+            sealed.ops(&mut blocks, &mut ranges)?;
+        }
+        if ranges.is_empty() {
+            return Ok(None);
+        }
+        let began = Instant::now();
+        let commit = Commit {
+            ino: node.ino,
+            grant: 0,
+            blocks,
+            ranges: ranges.clone(),
+            mtime: round.mtime,
+            kill_privileges: round.kill_privileges,
+            expect: None,
+        };
+        let (attr, _, mark) = self.send_commit(node, commit).await?;
+        metrics::histogram!("torchfs_vfs_commit_seconds").record(began.elapsed());
+        Ok(Some((attr, mark, ranges)))
+    }
+
+    /// A round is over: the extents have its bytes, or they are lost.
+    fn settle(
+        &self,
+        node: &Inode,
+        asked: Asked,
+        round: Round,
+        outcome: Result<Option<(Attr, Mark, Vec<RangeOp>)>>,
+    ) {
+        let fault = match outcome {
+            Ok(Some((attr, mark, ranges))) => {
+                self.committed(node, asked, &ranges, attr, mark);
+                None
+            }
+            Ok(None) => None,
+            Err(fault) => Some(fault),
+        };
+        let mut state = node.lock();
+        let gone = state.gone;
+        let compact = self.0.config.compact_extents;
+        let file = state.file();
+        let before = file.overlay.bytes();
+        for sealed in &round.sealed {
+            for range in &sealed.ranges {
+                file.overlay.settle(range.offset..range.offset + range.len, sealed.batch);
+            }
+        }
+        self.0.budget.adjust(before, file.overlay.bytes());
+        if let Some(upto) = round.upto {
+            file.committed = file.committed.max(upto);
+        }
+        if !file.is_dirty() {
+            file.is_clean();
+        } else {
+            file.dirty_since = Some(Instant::now());
+        }
+        file.quiet_since = Instant::now();
+        let fragmented = compact > 0 && file.extents.len() >= compact;
+        if let Some(fault) = fault
+            && !gone
+            && file.errors == round.errors
+        {
+            tracing::error!(ino = %node.ino, %fault, "what was written is lost");
+            metrics::counter!("torchfs_vfs_write_errors_total").increment(1);
+            file.latch(fault);
+        }
+        drop(state);
+        if fragmented {
+            self.0.fragmented.lock().insert(node.ino);
+        }
+    }
+}
+
+/// Seals everything dirty: neighbours together, blocks filled one after the other.
+fn seal_all(file: &mut File, most: u64) -> Vec<PutJob> {
+    let little = file.fits_inline();
+    file.batch += 1;
+    let (runs, last) = file.overlay.seal(0..u64::MAX, file.batch);
+    if runs.is_empty() {
+        return Vec::new();
+    }
+    if little {
+        let sealed = Sealed::inline(file.batch, last, runs);
+        file.sealed.push_back(sealed);
+        return Vec::new();
+    }
+    let mut jobs = Vec::new();
+    for group in pack(runs, most) {
+        let (sealed, job) = Sealed::block(file.batch, last, group);
+        file.sealed.push_back(sealed);
+        jobs.push(job);
+    }
+    jobs
+}
+
+/// Cuts runs into groups of at most `most` bytes and not too many ranges.
+fn pack(runs: Vec<Run>, most: u64) -> Vec<Vec<Run>> {
+    let mut groups: Vec<Vec<Run>> = Vec::new();
+    let mut group: Vec<Run> = Vec::new();
+    let mut filled = 0;
+    for run in runs {
+        let mut rest = Some(run);
+        while let Some(run) = rest.take() {
+            if filled == most || group.len() == PACKED_RANGES {
+                groups.push(std::mem::take(&mut group));
+                filled = 0;
+            }
+            let (head, tail) = split(run, most - filled);
+            filled += head.len;
+            group.push(head);
+            rest = tail;
+        }
+    }
+    if !group.is_empty() {
+        groups.push(group);
+    }
+    groups
+}
+
+/// The first `len` bytes of a run, and the rest.
+fn split(run: Run, len: u64) -> (Run, Option<Run>) {
+    if run.len <= len {
+        return (run, None);
+    }
+    let mut head = Run { offset: run.offset, len, parts: Vec::new() };
+    let mut tail = Run { offset: run.offset + len, len: run.len - len, parts: Vec::new() };
+    let mut left = len as usize;
+    for mut part in run.parts {
+        if left == 0 {
+            tail.parts.push(part);
+        } else if part.len() <= left {
+            left -= part.len();
+            head.parts.push(part);
+        } else {
+            head.parts.push(part.split_to(left));
+            left = 0;
+            tail.parts.push(part);
+        }
+    }
+    (head, Some(tail))
+}
+
+/// The session is gone: what is dirty is lost.
+pub(crate) fn lose(vfs: &Vfs, node: &Inode) {
+    {
+        let mut state = node.lock();
+        let Some(file) = &mut state.file else { return };
+        if !file.is_dirty() {
+            return;
+        }
+        file.latch(
+            Fault::new(Code::Fenced, format!("the session ended before inode {} was written back", node.ino))
+                .next("mount again; what was not synced is lost"),
+        );
+    }
+    vfs.discard(node);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(offset: u64, bytes: &[u8]) -> Run {
+        let (a, b) = bytes.split_at(bytes.len() / 2);
+        let parts = [a, b].iter().filter(|p| !p.is_empty()).map(|p| Bytes::copy_from_slice(p)).collect();
+        Run { offset, len: bytes.len() as u64, parts }
+    }
+
+    #[test]
+    fn packing_keeps_every_byte_in_its_place() {
+        let runs = vec![run(0, b"abcdefghij"), run(100, b"k"), run(200, b"lmnopqrstuvwxyz")];
+        let groups = pack(runs, 8);
+        let mut file = vec![b'.'; 215];
+        for group in &groups {
+            assert!(group.iter().map(|run| run.len).sum::<u64>() <= 8);
+            for run in group {
+                let bytes = run.parts.concat();
+                assert_eq!(bytes.len() as u64, run.len);
+                file[run.offset as usize..run.end() as usize].copy_from_slice(&bytes);
+            }
+        }
+        assert_eq!(&file[..10], b"abcdefghij");
+        assert_eq!(&file[100..101], b"k");
+        assert_eq!(&file[200..], b"lmnopqrstuvwxyz");
+        assert_eq!(file.iter().filter(|b| **b == b'.').count(), 215 - 26);
+    }
+}

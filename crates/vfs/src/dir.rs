@@ -1,0 +1,206 @@
+//! Folders: opendir, readdir, releasedir, fsyncdir, syncfs.
+//!
+//! A listing is fetched in pages and streamed; nothing holds a large folder whole. Cookies are the service's, which survive
+//! restarts, shifted by two for `.` and `..`. A folder that was listed from end to end while its names were leased and
+//! nothing in it changed is complete: names it does not know are absent.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use bytes::Bytes;
+use torchfs_proto::attr::Kind;
+use torchfs_proto::msg::meta::{DirEntry, Done, ENTRIES_MAX, Op};
+use torchfs_proto::{Ino, Result};
+
+use crate::node::{Asked, Inode};
+use crate::open::Handle;
+use crate::{DirItem, Fh, Opened, Vfs, unexpected};
+
+/// Cookies of `.` and `..`; those of entries lie above.
+const DOT: u64 = 1;
+const DOT_DOT: u64 = 2;
+
+/// Where an open folder's listing is.
+#[derive(Default)]
+pub(crate) struct Listing {
+    /// Entries fetched and not handed out, the first of which follows the cookie `after`.
+    entries: VecDeque<DirEntry>,
+    after: u64,
+    plus: bool,
+    end: bool,
+    whole: Option<Whole>,
+}
+
+/// A listing from the start under a lease, so far without a gap.
+#[derive(Clone, Copy)]
+struct Whole {
+    asked: Asked,
+    changes: u64,
+    listed: usize,
+}
+
+impl Vfs {
+    /// Opens a folder for listing.
+    pub async fn opendir(&self, ino: Ino) -> Result<Opened> {
+        let node = self.node(ino);
+        node.lock().handles += 1;
+        Ok(Opened { fh: self.new_handle(node, false, false, 0), direct: false, keep_cache: false })
+    }
+
+    /// Entries after a cookie, at most `want`; none at the end.
+    pub async fn readdir(
+        &self,
+        ino: Ino,
+        fh: Fh,
+        cookie: u64,
+        want: usize,
+        plus: bool,
+    ) -> Result<Vec<DirItem>> {
+        let handle = self.handle(fh)?;
+        let mut items = Vec::new();
+        let dot = |name: &'static [u8], ino, cookie| DirItem {
+            name: Bytes::from_static(name),
+            ino,
+            kind: Kind::Dir,
+            cookie,
+            node: None,
+        };
+        if cookie < DOT {
+            items.push(dot(b".", ino, DOT));
+        }
+        if cookie < DOT_DOT {
+            let parent = handle.node.lock().parent.unwrap_or(ino);
+            items.push(dot(b"..", parent, DOT_DOT));
+        }
+        let after = cookie.saturating_sub(DOT_DOT);
+        if !self.has_page(&handle, after, plus) {
+            self.fetch_page(&handle, after, plus).await?;
+        }
+        let entries: Vec<DirEntry> = {
+            let mut listing = handle.listing.lock();
+            let count = listing.entries.len().min(want.saturating_sub(items.len()));
+            let taken: Vec<DirEntry> = listing.entries.drain(..count).collect();
+            if let Some(last) = taken.last() {
+                listing.after = last.cookie;
+            }
+            taken
+        };
+        items.extend(entries.into_iter().map(|entry| self.item(&handle.node, entry, plus)));
+        Ok(items)
+    }
+
+    /// A listing is done.
+    pub async fn releasedir(&self, fh: Fh) {
+        if let Some(handle) = self.0.handles.write().remove(&fh) {
+            self.closed(&handle.node, false);
+        }
+    }
+
+    /// The folder's entries are durable when it returns.
+    pub async fn fsyncdir(&self, ino: Ino) -> Result<()> {
+        let mark = self.node(ino).lock().mark;
+        self.0.meta.durable(mark).await
+    }
+
+    /// Everything is durable when it returns.
+    pub async fn syncfs(&self) -> Result<()> {
+        let dirty: Vec<_> = self.0.dirty.lock().values().cloned().collect();
+        // All at once, then one after the other: the second only waits.
+        self.flush_dirty(|_| true);
+        for node in dirty {
+            self.write_back(&node).await;
+        }
+        self.0.meta.durable_all().await
+    }
+
+    /// Whether what follows a cookie is here, or known to be nothing.
+    fn has_page(&self, handle: &Handle, after: u64, plus: bool) -> bool {
+        let listing = handle.listing.lock();
+        // From the start is always fetched anew, as rewinddir asks for.
+        after > 0
+            && listing.after == after
+            && (listing.plus || !plus)
+            && (!listing.entries.is_empty() || listing.end)
+    }
+
+    async fn fetch_page(&self, handle: &Handle, after: u64, plus: bool) -> Result<()> {
+        let (node, ino) = (&handle.node, handle.node.ino);
+        let changes = node.lock().changes;
+        let asked = self.asked();
+        let before = {
+            let listing = handle.listing.lock();
+            match after {
+                0 => Some(Whole { asked, changes, listed: 0 }),
+                _ => listing.whole.filter(|_| listing.after == after),
+            }
+        };
+        let op = Op::ReadDir { ino, cookie: after, limit: ENTRIES_MAX as u32, plus };
+        let done = self.0.meta.ask(op).await?;
+        let Done::Entries { entries, end } = done else { return Err(unexpected("readdir", &done)) };
+
+        // An entry is kept if nothing can have changed since this page was asked for; the whole, since the first page.
+        let kept = self.keep_page(node, &entries, asked, changes);
+        let whole = before.filter(|whole| kept && self.is_current(whole.asked) && whole.changes == changes).map(
+            |whole| Whole { listed: whole.listed + entries.len(), ..whole },
+        );
+        if let Some(whole) = whole.filter(|_| end)
+            && let Some((names, _)) = node.lock().find_names(&self.0.meta, ino)
+        {
+            // Entries may have been dropped to keep within bounds while the listing went on.
+            names.complete |= names.map.values().flatten().count() == whole.listed;
+        }
+        self.bound_entries();
+        for attr in entries.iter().filter_map(|entry| entry.attr.clone()) {
+            let child = self.node(attr.ino);
+            self.learned(&child, attr, asked);
+            let unknown = {
+                let mut state = child.lock();
+                state.parent = Some(ino);
+                state.refs == 0
+            };
+            if unknown {
+                self.0.idle.lock().push(child.ino);
+            }
+        }
+        let mut listing = handle.listing.lock();
+        *listing = Listing { entries: entries.into(), after, plus, end, whole };
+        Ok(())
+    }
+
+    /// Notes the entries of a page in the folder.
+    fn keep_page(&self, node: &Inode, entries: &[DirEntry], asked: Asked, changes: u64) -> bool {
+        let mut state = node.lock();
+        let kept = self.is_current(asked) && state.changes == changes && state.busy == 0;
+        if kept {
+            if entries.is_empty() {
+                self.leased_names(&mut state, node.ino);
+            }
+            for entry in entries {
+                self.keep_name(&mut state, node.ino, &entry.name, Some(entry.ino));
+            }
+        }
+        kept
+    }
+
+    fn item(&self, folder: &Inode, entry: DirEntry, plus: bool) -> DirItem {
+        let node = entry.attr.filter(|_| plus).map(|attr| {
+            let known = {
+                let mut state = folder.lock();
+                state.find_names(&self.0.meta, folder.ino).and_then(|(names, ttl)| {
+                    (names.map.get(&entry.name[..]) == Some(&Some(entry.ino))).then_some(ttl)
+                })
+            };
+            let ttl = known.map_or(Duration::ZERO, |ttl| ttl.min(self.0.config.ttl_max));
+            let child = self.node(attr.ino);
+            let state = child.lock();
+            (self.answer(&state, attr), ttl)
+        });
+        DirItem {
+            name: Bytes::from(Vec::from(entry.name)),
+            ino: entry.ino,
+            kind: entry.kind,
+            cookie: entry.cookie.saturating_add(DOT_DOT),
+            node,
+        }
+    }
+}

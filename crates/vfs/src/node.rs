@@ -1,0 +1,426 @@
+//! The table of inodes known here, and what is remembered of each.
+//!
+//! A node lives as long as the kernel refers to it, it is open, or it holds data that is not committed. What it
+//! remembers (attributes, target, extended attributes, entries, extents) counts only while the matching lease holds,
+//! which is asked of the session each time; a recall, and the loss of all leases, wipe it.
+//!
+//! An answer may be overtaken by a recall, or by the answer to a later change of our own. So whoever asks notes the
+//! number of recalls first ([`Vfs::asked`]) and keeps the answer only if it is the same afterwards; attributes are ordered
+//! by their change counter, content by its version, entries by a count of our own changes.
+//!
+//! # Invariants
+//! - One node per inode number: it leaves the table only when nobody else holds it.
+//! - `state` is never locked across an await, nor two of them at once.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use parking_lot::{Mutex, MutexGuard};
+use torchfs_client::{Mark, Meta};
+use torchfs_proto::attr::{Attr, Raw, Time};
+use torchfs_proto::extent::{INLINE_MAX, RangeOp};
+use torchfs_proto::msg::meta::{LockKind, lease};
+use torchfs_proto::{Fault, Ino, Result};
+
+use crate::commit::Sealed;
+use crate::extents::Extents;
+use crate::overlay::{Batch, Number, Overlay};
+use crate::signal::Signal;
+use crate::{Node, Vfs};
+
+/// An inode known here.
+pub(crate) struct Inode {
+    pub(crate) ino: Ino,
+    state: Mutex<State>,
+    /// Whose turn it is to change the content at the service.
+    pub(crate) turn: futures_util::lock::Mutex<()>,
+    /// Given when a put or a commit of this file ended.
+    pub(crate) progress: Signal,
+}
+
+pub(crate) struct State {
+    /// References of the kernel.
+    pub(crate) refs: u64,
+    /// Open handles, and those that may write.
+    pub(crate) handles: u32,
+    pub(crate) writers: u32,
+    pub(crate) attr: Option<Attr>,
+    /// Whether the attributes are what the lease of this epoch protects.
+    fresh: Option<u32>,
+    pub(crate) target: Option<Bytes>,
+    /// The folder it was last seen in.
+    pub(crate) parent: Option<Ino>,
+    pub(crate) xattrs: Option<Arc<Vec<(Raw, Raw)>>>,
+    pub(crate) names: Option<Box<Names>>,
+    pub(crate) file: Option<Box<File>>,
+    /// Changes of this folder by this session: how many were answered, how many are under way, and whether some of those
+    /// ran side by side, so that their order is not known here.
+    pub(crate) changes: u64,
+    pub(crate) busy: u32,
+    pub(crate) overlap: bool,
+    /// Removals of names under way that told the service that nobody here has it open: opening waits for them.
+    pub(crate) leaving: u32,
+    /// No name is left: to be released after the last close.
+    pub(crate) orphan: bool,
+    /// The service removed it.
+    pub(crate) gone: bool,
+    /// Data leases of it are being given back: nothing is buffered meanwhile.
+    pub(crate) recalling: u32,
+    /// The last change of this inode made here.
+    pub(crate) mark: Mark,
+    /// Owners of locks taken here.
+    pub(crate) locks: Vec<(LockKind, u64)>,
+}
+
+/// The number of recalls when something was asked.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Asked(u64);
+
+/// Entries of a folder, under a lease on its names.
+pub(crate) struct Names {
+    pub(crate) epoch: u32,
+    /// `None`: known to be absent.
+    pub(crate) map: HashMap<Bytes, Option<Ino>>,
+    /// What is not in the map is absent.
+    pub(crate) complete: bool,
+}
+
+/// What one change by this session did to a folder.
+pub(crate) struct FolderChange {
+    pub(crate) at: Time,
+    pub(crate) entries: i64,
+    pub(crate) folders: i32,
+}
+
+/// By how much a folder's size grows with each entry.
+const ENTRY_SIZE: i64 = 32;
+
+/// The content of a regular file.
+pub(crate) struct File {
+    pub(crate) extents: Extents,
+    /// The data version and lease epoch that the extents belong to.
+    pub(crate) version: u64,
+    pub(crate) epoch: u32,
+    pub(crate) overlay: Overlay,
+    /// The last write, the last one that must be committed now, and the last one that is.
+    pub(crate) number: Number,
+    pub(crate) want: Number,
+    pub(crate) committed: Number,
+    pub(crate) batch: Batch,
+    /// Blocks on their way, in the order of sealing.
+    pub(crate) sealed: VecDeque<Sealed>,
+    pub(crate) flushing: bool,
+    pub(crate) dirty_since: Option<Instant>,
+    pub(crate) quiet_since: Instant,
+    /// When the program last wrote, if that is not committed yet.
+    pub(crate) mtime: Option<Time>,
+    pub(crate) kill_privileges: bool,
+    /// Errors of writing in the background so far, and the last of them. Handles remember how many there were when they
+    /// were opened.
+    pub(crate) errors: u64,
+    pub(crate) error: Option<Fault>,
+    /// The data version of the pages that the kernel may have.
+    pub(crate) kernel_version: Option<u64>,
+}
+
+impl Inode {
+    fn new(ino: Ino) -> Inode {
+        Inode {
+            ino,
+            state: Mutex::new(State {
+                refs: 0,
+                handles: 0,
+                writers: 0,
+                changes: 0,
+                busy: 0,
+                overlap: false,
+                leaving: 0,
+                gone: false,
+                recalling: 0,
+                attr: None,
+                fresh: None,
+                target: None,
+                parent: None,
+                xattrs: None,
+                names: None,
+                file: None,
+                orphan: false,
+                mark: Mark::default(),
+                locks: Vec::new(),
+            }),
+            turn: futures_util::lock::Mutex::new(()),
+            progress: Signal::default(),
+        }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock()
+    }
+
+}
+
+impl State {
+    /// Takes in attributes of an answer; `current` if no recall came since it was asked for.
+    pub(crate) fn learn(&mut self, meta: &Meta, attr: Attr, current: bool) {
+        if self.attr.as_ref().is_some_and(|have| have.change > attr.change) {
+            return;
+        }
+        self.orphan = attr.nlink == 0;
+        // While own changes of a folder are under way nobody knows whether the answer counts them.
+        self.fresh = (current && self.busy == 0).then(|| meta.lease_epoch());
+        self.attr = Some(attr);
+    }
+
+    /// Own changes of a folder: its attributes follow without asking. `None` if that is not known well enough.
+    pub(crate) fn predict(&mut self, meta: &Meta, change: &FolderChange) {
+        let held = self.fresh == Some(meta.lease_epoch());
+        match self.attr.as_mut().filter(|attr| held && meta.holds(attr.ino, lease::ATTR).is_some()) {
+            Some(attr) => {
+                attr.mtime = attr.mtime.max(change.at);
+                attr.ctime = attr.ctime.max(change.at);
+                attr.change += 1;
+                attr.data_version += 1;
+                attr.nlink = attr.nlink.saturating_add_signed(change.folders);
+                attr.size = attr.size.saturating_add_signed(change.entries * ENTRY_SIZE);
+            }
+            None => self.fresh = None,
+        }
+    }
+
+    /// The attributes as this node sees them, if a lease protects them, and for how long.
+    pub(crate) fn find_attr(&self, meta: &Meta) -> Option<(Attr, Duration)> {
+        let attr = self.attr.as_ref()?;
+        if self.fresh != Some(meta.lease_epoch()) {
+            return None;
+        }
+        let ttl = meta.holds(attr.ino, lease::ATTR)?;
+        Some((self.view()?, ttl))
+    }
+
+    /// The attributes with what is written here and not committed.
+    pub(crate) fn view(&self) -> Option<Attr> {
+        let mut attr = self.attr.clone()?;
+        if let Some(file) = &self.file {
+            attr.size = attr.size.max(file.overlay.end().unwrap_or(0));
+            if let Some(mtime) = file.mtime {
+                attr.mtime = mtime;
+                attr.ctime = attr.ctime.max(mtime);
+            }
+            attr.stored = attr.stored.max(file.overlay.bytes().min(attr.size));
+        }
+        Some(attr)
+    }
+
+    /// The attributes are not protected any more.
+    pub(crate) fn doubt_attr(&mut self) {
+        self.fresh = None;
+        self.xattrs = None;
+        self.target = None;
+    }
+
+    /// Whether writes of this file are not committed yet.
+    pub(crate) fn is_dirty(&self) -> bool {
+        self.file.as_ref().is_some_and(|file| file.is_dirty())
+    }
+
+    pub(crate) fn file(&mut self) -> &mut File {
+        self.file.get_or_insert_with(|| Box::new(File::new()))
+    }
+
+    /// The entries of the folder, if a lease protects them, and for how long.
+    pub(crate) fn find_names(&mut self, meta: &Meta, ino: Ino) -> Option<(&mut Names, Duration)> {
+        let names = self.names.as_mut()?;
+        if names.epoch != meta.lease_epoch() {
+            return None;
+        }
+        let ttl = meta.holds(ino, lease::NAMES)?;
+        Some((names, ttl))
+    }
+
+    fn idle(&self) -> bool {
+        self.refs == 0 && self.handles == 0 && !self.is_dirty() && self.locks.is_empty()
+    }
+}
+
+impl Names {
+    pub(crate) fn new(epoch: u32) -> Names {
+        Names { epoch, map: HashMap::new(), complete: false }
+    }
+}
+
+impl File {
+    fn new() -> File {
+        File {
+            extents: Extents::default(),
+            version: 0,
+            epoch: 0,
+            overlay: Overlay::default(),
+            number: 0,
+            want: 0,
+            committed: 0,
+            batch: 0,
+            sealed: VecDeque::new(),
+            flushing: false,
+            dirty_since: None,
+            quiet_since: Instant::now(),
+            mtime: None,
+            kill_privileges: false,
+            errors: 0,
+            error: None,
+            kernel_version: None,
+        }
+    }
+
+    pub(crate) fn is_dirty(&self) -> bool {
+        self.committed < self.number
+    }
+
+    /// Content of this version is what the service has now; older extents go.
+    pub(crate) fn learn_version(&mut self, version: u64, epoch: u32) {
+        if self.version != version || self.epoch != epoch {
+            self.extents.clear();
+            self.version = version;
+            self.epoch = epoch;
+        }
+    }
+
+    /// Own commit: the extents follow it if a lease protected them all the while.
+    pub(crate) fn applied(&mut self, ops: &[RangeOp], attr: &Attr, epoch: u32, protected: bool) {
+        if protected && self.epoch == epoch {
+            ops.iter().for_each(|op| self.extents.apply(op));
+        } else {
+            self.extents.clear();
+            self.epoch = epoch;
+        }
+        if self.kernel_version == Some(self.version) {
+            self.kernel_version = Some(attr.data_version);
+        }
+        self.version = attr.data_version;
+    }
+
+    /// Writing in the background failed: whoever has the file open hears of it.
+    pub(crate) fn latch(&mut self, fault: Fault) {
+        self.errors += 1;
+        self.error = Some(fault);
+    }
+
+    /// The error that a handle opened when there were `seen` of them must report.
+    pub(crate) fn check(&self, seen: u64) -> Result<()> {
+        match &self.error {
+            Some(fault) if self.errors > seen => Err(fault.clone()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether the whole content is small and here, so that it can sit in its extent.
+    pub(crate) fn fits_inline(&self) -> bool {
+        self.sealed.is_empty() && self.overlay.dirty() <= INLINE_MAX as u64
+    }
+}
+
+impl Vfs {
+    /// The node of an inode, made if it is not known.
+    pub(crate) fn node(&self, ino: Ino) -> Arc<Inode> {
+        if let Some(node) = self.find_node(ino) {
+            return node;
+        }
+        let mut nodes = self.0.nodes.write();
+        nodes.entry(ino).or_insert_with(|| Arc::new(Inode::new(ino))).clone()
+    }
+
+    pub(crate) fn find_node(&self, ino: Ino) -> Option<Arc<Inode>> {
+        self.0.nodes.read().get(&ino).cloned()
+    }
+
+    /// To be noted before something is asked whose answer will be kept.
+    pub(crate) fn asked(&self) -> Asked {
+        Asked(self.0.recalls.load(Ordering::Acquire))
+    }
+
+    /// Whether no recall came since.
+    pub(crate) fn is_current(&self, asked: Asked) -> bool {
+        self.asked() == asked
+    }
+
+    /// Takes in attributes and answers with them.
+    pub(crate) fn learned(&self, node: &Inode, attr: Attr, asked: Asked) -> Node {
+        let mut state = node.lock();
+        state.learn(&self.0.meta, attr.clone(), self.is_current(asked));
+        self.answer(&state, attr)
+    }
+
+    /// What the kernel is told of a node; `attr` is what it gets if nothing newer is known.
+    pub(crate) fn answer(&self, state: &State, attr: Attr) -> Node {
+        match state.find_attr(&self.0.meta) {
+            // Size and times of a file being written change without a call, so the kernel asks again.
+            Some((attr, _)) if state.is_dirty() => Node { attr, ttl: Duration::ZERO },
+            Some((attr, ttl)) => Node { attr, ttl: ttl.min(self.0.config.ttl_max) },
+            None => Node { attr: state.view().unwrap_or(attr), ttl: Duration::ZERO },
+        }
+    }
+
+    /// The kernel forgot so many references.
+    pub fn forget(&self, ino: Ino, count: u64) {
+        let Some(node) = self.find_node(ino) else { return };
+        let left = {
+            let mut state = node.lock();
+            state.refs = state.refs.saturating_sub(count);
+            state.refs
+        };
+        drop(node);
+        if left == 0 {
+            self.retire(ino);
+        }
+    }
+
+    /// The kernel got this entry of a listing and holds one reference more.
+    pub fn referenced(&self, ino: Ino) {
+        self.node(ino).lock().refs += 1;
+    }
+
+    /// Drops a node that nobody needs, now or as soon as that is so.
+    pub(crate) fn retire(&self, ino: Ino) {
+        if !self.try_retire(ino) {
+            self.0.idle.lock().push(ino);
+        }
+    }
+
+    /// Whether there is nothing left to wait for.
+    pub(crate) fn try_retire(&self, ino: Ino) -> bool {
+        if ino == Ino::ROOT {
+            return true;
+        }
+        let mut nodes = self.0.nodes.write();
+        let Some(node) = nodes.get(&ino) else { return true };
+        let (idle, needed) = {
+            let state = node.lock();
+            (state.idle(), state.refs > 0)
+        };
+        if needed {
+            return true;
+        }
+        if !idle || Arc::strong_count(node) > 1 {
+            return false;
+        }
+        self.drop_names(&mut node.lock());
+        nodes.remove(&ino);
+        drop(nodes);
+        self.0.meta.forget(ino);
+        true
+    }
+
+    /// Forgets the entries of a folder; tells which they were.
+    pub(crate) fn drop_names(&self, state: &mut State) -> Vec<Bytes> {
+        let Some(names) = state.names.take() else { return Vec::new() };
+        self.0.entries.fetch_sub(names.map.len(), Ordering::Relaxed);
+        names.map.into_keys().collect()
+    }
+
+    /// All nodes, for rare sweeps.
+    pub(crate) fn all_nodes(&self) -> Vec<Arc<Inode>> {
+        self.0.nodes.read().values().cloned().collect()
+    }
+}

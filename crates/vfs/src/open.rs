@@ -1,0 +1,231 @@
+//! Handles: open, release, flush, fsync.
+//!
+//! A file is opened under a data lease: READ to read, WRITE to write, or SHARED when several sessions are at it and at
+//! least one writes; then pages are not cached and writes go through.
+//!
+//! Errors of writing in the background latch on every handle that was open then: each further write, fsync and close of it
+//! fails with the error; a handle opened later starts clean. So a program that once saw fsync fail never sees it succeed
+//! on the same handle.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+use torchfs_proto::attr::Kind;
+use torchfs_proto::msg::meta::{Done, LockKind, Op, lease};
+use torchfs_proto::{Code, Fault, Ino, Result};
+
+use crate::dir::Listing;
+use crate::node::Inode;
+use crate::read::ReadAhead;
+use crate::{Fh, Opened, Vfs, unexpected};
+
+pub(crate) const O_ACCMODE: i32 = 3;
+pub(crate) const O_EXCL: i32 = 0o200;
+pub(crate) const O_TRUNC: i32 = 0o1000;
+/// O_DSYNC; O_SYNC is this and one more bit.
+pub(crate) const O_DSYNC: i32 = 0o10000;
+
+/// An open file or folder.
+pub(crate) struct Handle {
+    pub(crate) node: Arc<Inode>,
+    pub(crate) writes: bool,
+    /// Each write is durable before it returns.
+    pub(crate) sync: bool,
+    /// Errors of the file that happened before it was opened.
+    pub(crate) seen: u64,
+    wrote: AtomicBool,
+    pub(crate) ahead: Mutex<ReadAhead>,
+    pub(crate) listing: Mutex<Listing>,
+}
+
+impl Handle {
+    /// Closing must wait for durability from now on.
+    pub(crate) fn wrote(&self) {
+        self.wrote.store(true, Ordering::Release);
+    }
+
+    /// The error that latched on this handle.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.node.lock().file.as_ref().map_or(Ok(()), |file| file.check(self.seen))
+    }
+}
+
+impl Vfs {
+    /// Opens a file.
+    pub async fn open(&self, ino: Ino, flags: i32) -> Result<Opened> {
+        let node = self.node(ino);
+        self.open_node(&node, flags, false).await
+    }
+
+    /// A descriptor is closed: durable after writing, and the owner's fcntl locks go.
+    pub async fn flush(&self, ino: Ino, fh: Fh, lock_owner: u64) -> Result<()> {
+        let handle = self.handle(fh)?;
+        let published = if handle.wrote.load(Ordering::Acquire) && !self.0.config.writeback {
+            self.sync_node(&handle.node).await
+        } else {
+            Ok(())
+        };
+        let unlocked = self.drop_locks(ino, LockKind::Posix, lock_owner).await;
+        published.and(handle.check()).and(unlocked)
+    }
+
+    /// Durable when it returns.
+    pub async fn fsync(&self, _ino: Ino, fh: Fh, _data_only: bool) -> Result<()> {
+        let handle = self.handle(fh)?;
+        self.sync_node(&handle.node).await?;
+        handle.check()
+    }
+
+    /// The last descriptor is closed.
+    pub async fn release(&self, ino: Ino, fh: Fh, flock_owner: Option<u64>) {
+        let Some(handle) = self.0.handles.write().remove(&fh) else { return };
+        if let Some(owner) = flock_owner {
+            // The descriptor is gone: there is nobody left to tell, and the service ends locks with the session.
+            let _ = self.drop_locks(ino, LockKind::Flock, owner).await;
+        }
+        self.closed(&handle.node, handle.writes);
+    }
+
+    /// All that was done to a file here is durable when this returns.
+    pub(crate) async fn sync_node(&self, node: &Arc<Inode>) -> Result<()> {
+        self.write_back(node).await;
+        let mark = node.lock().mark;
+        self.0.meta.durable(mark).await
+    }
+
+    pub(crate) fn handle(&self, fh: Fh) -> Result<Arc<Handle>> {
+        let handle = self.0.handles.read().get(&fh).cloned();
+        handle.ok_or_else(|| Fault::new(Code::Stale, format!("handle {fh} is not open")))
+    }
+
+    pub(crate) fn new_handle(&self, node: Arc<Inode>, writes: bool, sync: bool, seen: u64) -> Fh {
+        let fh = self.0.next_fh.fetch_add(1, Ordering::Relaxed);
+        let handle = Handle {
+            node,
+            writes,
+            sync,
+            seen,
+            wrote: AtomicBool::new(false),
+            ahead: Mutex::default(),
+            listing: Mutex::default(),
+        };
+        self.0.handles.write().insert(fh, Arc::new(handle));
+        fh
+    }
+
+    /// Opens a file whose node is at hand; `new` if it was just made under the right to write.
+    pub(crate) async fn open_node(&self, node: &Arc<Inode>, flags: i32, new: bool) -> Result<Opened> {
+        let writes = flags & O_ACCMODE != 0;
+        loop {
+            let progress = node.progress.listen();
+            let leaving = {
+                let state = node.lock();
+                if state.gone {
+                    return Err(Fault::new(Code::NotFound, format!("inode {} was removed", node.ino)));
+                }
+                state.leaving > 0
+            };
+            if !leaving {
+                break;
+            }
+            progress.await;
+        }
+        if !(new && self.holds_for(node.ino, writes)) {
+            let kind = node.lock().attr.as_ref().map(|attr| attr.kind);
+            if kind.is_some_and(|kind| kind != Kind::File) {
+                return Err(Fault::new(Code::Invalid, format!("inode {} is not a file", node.ino)));
+            }
+            // A lone session that still has SHARED may get better.
+            let shared = self.0.meta.holds(node.ino, lease::SHARED).is_some();
+            if shared || !self.holds_for(node.ino, writes) {
+                self.open_data(node, writes).await?;
+            }
+        }
+        let direct = !self.holds_any(node.ino, &[lease::READ, lease::WRITE]);
+        let (seen, keep_cache) = {
+            let mut state = node.lock();
+            state.handles += 1;
+            state.writers += u32::from(writes);
+            let version = state.attr.as_ref().map(|attr| attr.data_version);
+            let file = state.file();
+            let keep = !direct && version.is_some() && file.kernel_version == version;
+            file.kernel_version = if direct { None } else { version };
+            (file.errors, keep)
+        };
+        let fh = self.new_handle(node.clone(), writes, flags & O_DSYNC != 0, seen);
+        Ok(Opened { fh, direct, keep_cache })
+    }
+
+    /// Whether content may be read, or written, under a lease held now.
+    pub(crate) fn holds_for(&self, ino: Ino, write: bool) -> bool {
+        let bits: &[u8] = match write {
+            true => &[lease::WRITE, lease::SHARED],
+            false => &[lease::READ, lease::WRITE, lease::SHARED],
+        };
+        self.holds_any(ino, bits)
+    }
+
+    pub(crate) fn holds_any(&self, ino: Ino, bits: &[u8]) -> bool {
+        bits.iter().any(|bit| self.0.meta.holds(ino, *bit).is_some())
+    }
+
+    /// Asks for the right to read or write content. A grant may be recalled at once; then the caller asks again, a tick
+    /// later.
+    pub(crate) async fn open_data(&self, node: &Arc<Inode>, write: bool) -> Result<()> {
+        for _ in 0..self.0.config.open_tries {
+            let progress = node.progress.listen();
+            let tick = self.0.tick.listen();
+            if node.lock().recalling > 0 {
+                // The service answers with what is being taken away; wait until that is over.
+                futures_util::future::select(progress, tick).await;
+                continue;
+            }
+            self.ask_data(node, write).await?;
+            if self.holds_for(node.ino, write) {
+                return Ok(());
+            }
+            tick.await;
+        }
+        Err(Fault::new(Code::Timeout, format!("the right to use inode {} is taken away again and again", node.ino)))
+    }
+
+    /// One question for a data lease.
+    pub(crate) async fn ask_data(&self, node: &Arc<Inode>, write: bool) -> Result<()> {
+        let asked = self.asked();
+        let done = self.0.meta.ask(Op::OpenData { ino: node.ino, write }).await?;
+        let Done::Opened(attr) = done else { return Err(unexpected("open", &done)) };
+        let mut state = node.lock();
+        let current = self.is_current(asked);
+        if current {
+            let epoch = self.0.meta.lease_epoch();
+            state.file().learn_version(attr.data_version, epoch);
+        }
+        state.learn(&self.0.meta, attr, current);
+        Ok(())
+    }
+
+    /// A handle is gone; with the last one of an inode without a name, the inode goes too.
+    pub(crate) fn closed(&self, node: &Arc<Inode>, wrote: bool) {
+        let (last, orphan) = {
+            let mut state = node.lock();
+            state.handles = state.handles.saturating_sub(1);
+            state.writers = state.writers.saturating_sub(u32::from(wrote));
+            (state.handles == 0, state.orphan)
+        };
+        if !last {
+            return;
+        }
+        if orphan {
+            self.discard(node);
+            node.lock().gone = true;
+            self.0.meta.release(node.ino);
+        } else if self.0.meta.holds(node.ino, lease::SHARED).is_some() {
+            // Others may buffer again.
+            self.0.meta.give_back(node.ino, lease::SHARED);
+        }
+        if node.lock().refs == 0 {
+            self.0.idle.lock().push(node.ino);
+        }
+    }
+}

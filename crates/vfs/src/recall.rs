@@ -1,0 +1,155 @@
+//! Giving leases back: recalls, the loss of all leases, the end of the session.
+//!
+//! The kernel may hold the lock of a folder for an operation that waits for the very recall we serve, so its invalidations
+//! are not waited for without end: our own caches go first, from then on answers carry a timeout of zero, the
+//! notifications are queued, and the acknowledgement follows when they were delivered or the time is up.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use bytes::Bytes;
+use futures_util::future::{BoxFuture, Either, select};
+use torchfs_client::Keeper;
+use torchfs_proto::Ino;
+use torchfs_proto::attr::Raw;
+use torchfs_proto::msg::meta::lease;
+
+use crate::node::Inode;
+use crate::{Inner, Vfs, commit};
+
+impl Keeper for Inner {
+    fn recall(&self, ino: Ino, bits: u8, names: Vec<Raw>) -> BoxFuture<'static, bool> {
+        self.recalls.fetch_add(1, Ordering::AcqRel);
+        metrics::counter!("torchfs_vfs_recalls_total").increment(1);
+        let vfs = self.vfs();
+        Box::pin(async move {
+            let Some(vfs) = vfs else { return false };
+            let Some(node) = vfs.find_node(ino) else { return false };
+            vfs.honour(&node, bits, names).await
+        })
+    }
+
+    fn orphaned(&self, ino: Ino) {
+        let Some(vfs) = self.vfs() else { return };
+        let Some(node) = vfs.find_node(ino) else {
+            self.meta.release(ino);
+            return;
+        };
+        let open = {
+            let mut state = node.lock();
+            state.orphan = true;
+            state.doubt_attr();
+            state.handles > 0
+        };
+        if !open {
+            vfs.discard(&node);
+            node.lock().gone = true;
+            self.meta.release(ino);
+        }
+        self.host.invalidate_attr(ino);
+    }
+
+    fn changed(&self, ino: Ino) {
+        self.recalls.fetch_add(1, Ordering::AcqRel);
+        if let Some(node) = self.vfs().and_then(|vfs| vfs.find_node(ino)) {
+            let mut state = node.lock();
+            state.doubt_attr();
+            if let Some(file) = &mut state.file {
+                file.extents.clear();
+                file.kernel_version = None;
+            }
+        }
+        self.host.invalidate_data(ino, 0, 0);
+    }
+
+    fn lost(&self) {
+        self.recalls.fetch_add(1, Ordering::AcqRel);
+        let Some(vfs) = self.vfs() else { return };
+        tracing::warn!("all leases ran out; what was remembered under them is dropped");
+        for node in vfs.all_nodes() {
+            let pages = {
+                let state = node.lock();
+                state.handles > 0 || state.file.as_ref().is_some_and(|file| file.kernel_version.is_some())
+            };
+            vfs.forget_all(&node, u8::MAX, &[]);
+            // Entries and attributes were never trusted for longer than the lease; pages were.
+            if pages {
+                self.host.invalidate_data(node.ino, 0, 0);
+            }
+        }
+    }
+
+    fn open_inodes(&self) -> Vec<Ino> {
+        let nodes = self.nodes.read();
+        nodes.values().filter(|node| node.lock().handles > 0).map(|node| node.ino).collect()
+    }
+
+    fn fenced(&self) {
+        let Some(vfs) = self.vfs() else { return };
+        let dirty: Vec<Arc<Inode>> = self.dirty.lock().values().cloned().collect();
+        tracing::error!(files = dirty.len(), "the session ended; what was not written back is lost");
+        for node in dirty {
+            commit::lose(&vfs, &node);
+        }
+        self.lost();
+    }
+}
+
+impl Vfs {
+    /// Serves a recall; tells whether the file is still open for writing here.
+    async fn honour(&self, node: &Arc<Inode>, bits: u8, names: Vec<Raw>) -> bool {
+        let deadline = Instant::now() + self.0.config.settle_max;
+        if bits & lease::WRITE != 0 {
+            node.lock().recalling += 1;
+            self.write_back(node).await;
+        }
+        let names = self.forget_all(node, bits, &names);
+        if bits & lease::WRITE != 0 {
+            node.lock().recalling -= 1;
+            node.progress.notify();
+        }
+        self.tell_kernel(node, bits, &names);
+        let mut settled = self.0.host.settled();
+        while Instant::now() < deadline {
+            match select(settled, self.0.tick.listen()).await {
+                Either::Left(_) => break,
+                Either::Right((_, rest)) => settled = rest,
+            }
+        }
+        node.lock().writers > 0
+    }
+
+    /// Drops what these leases protected; tells which names the kernel may know.
+    fn forget_all(&self, node: &Inode, bits: u8, names: &[Raw]) -> Vec<Bytes> {
+        let mut state = node.lock();
+        if bits & lease::ATTR != 0 {
+            state.doubt_attr();
+        }
+        if bits & (lease::READ | lease::WRITE | lease::SHARED) != 0
+            && let Some(file) = &mut state.file
+        {
+            file.extents.clear();
+            file.kernel_version = None;
+        }
+        if bits & lease::NAMES == 0 {
+            return Vec::new();
+        }
+        // Without the lease nobody tells us when other names change, so the kernel must ask about all of them.
+        let mut known = self.drop_names(&mut state);
+        known.extend(names.iter().map(|name| Bytes::copy_from_slice(name)));
+        known
+    }
+
+    fn tell_kernel(&self, node: &Inode, bits: u8, names: &[Bytes]) {
+        let host = &self.0.host;
+        if bits & (lease::READ | lease::WRITE) != 0 {
+            host.invalidate_data(node.ino, 0, 0);
+        } else if bits & lease::ATTR != 0 {
+            host.invalidate_attr(node.ino);
+        }
+        for name in names {
+            host.invalidate_entry(node.ino, name);
+        }
+    }
+}

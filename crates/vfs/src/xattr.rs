@@ -1,0 +1,101 @@
+//! Extended attributes: all of an inode's are fetched at once and kept under the lease on its attributes. Most inodes have
+//! none, which their attributes say, so that the kernel's question before each write costs nothing.
+//!
+//! POSIX ACLs are refused: permissions are mode, owner and group.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use torchfs_client::Changed;
+use torchfs_proto::attr::{NAME_MAX, Raw, XATTR_MAX, flags};
+use torchfs_proto::msg::meta::{Done, Op, lease};
+use torchfs_proto::{Code, Fault, Ino, Result};
+
+use crate::{Vfs, unexpected};
+
+const ACL_PREFIX: &[u8] = b"system.posix_acl_";
+
+impl Vfs {
+    /// One extended attribute.
+    pub async fn getxattr(&self, ino: Ino, name: &[u8]) -> Result<Bytes> {
+        check(name)?;
+        let all = self.xattrs(ino).await?;
+        match all.iter().find(|(have, _)| have[..] == *name) {
+            Some((_, value)) => Ok(Bytes::copy_from_slice(value)),
+            None => Err(Code::NoAttr.into()),
+        }
+    }
+
+    /// Names of extended attributes.
+    pub async fn listxattr(&self, ino: Ino) -> Result<Vec<Bytes>> {
+        let all = self.xattrs(ino).await?;
+        Ok(all.iter().map(|(name, _)| Bytes::copy_from_slice(name)).collect())
+    }
+
+    /// Sets an extended attribute; XATTR_CREATE 1, XATTR_REPLACE 2.
+    pub async fn setxattr(&self, ino: Ino, name: &[u8], value: &[u8], flags: u32) -> Result<()> {
+        check(name)?;
+        if value.len() > XATTR_MAX {
+            return Err(Fault::new(Code::NoSpace, format!("an extended attribute has at most {XATTR_MAX} bytes")));
+        }
+        let (name, value) = (name.to_vec().into(), value.to_vec().into());
+        self.change_xattrs(ino, Op::SetXattr { ino, name, value, flags }).await
+    }
+
+    /// Removes an extended attribute.
+    pub async fn removexattr(&self, ino: Ino, name: &[u8]) -> Result<()> {
+        check(name)?;
+        self.change_xattrs(ino, Op::RemoveXattr { ino, name: name.to_vec().into() }).await
+    }
+
+    async fn xattrs(&self, ino: Ino) -> Result<Arc<Vec<(Raw, Raw)>>> {
+        let node = self.node(ino);
+        {
+            let state = node.lock();
+            if let Some((attr, _)) = state.find_attr(&self.0.meta) {
+                if attr.flags & flags::XATTRS == 0 {
+                    return Ok(Arc::default());
+                }
+                if let Some(all) = &state.xattrs {
+                    return Ok(all.clone());
+                }
+            }
+        }
+        let asked = self.asked();
+        let done = self.0.meta.ask(Op::Xattrs { ino }).await?;
+        let Done::Xattrs(all) = done else { return Err(unexpected("xattrs", &done)) };
+        let all = Arc::new(all);
+        if self.is_current(asked) && self.0.meta.holds(ino, lease::ATTR).is_some() {
+            node.lock().xattrs = Some(all.clone());
+        }
+        Ok(all)
+    }
+
+    async fn change_xattrs(&self, ino: Ino, op: Op) -> Result<()> {
+        let (vfs, node) = (self.clone(), self.node(ino));
+        self.finish(async move {
+            let asked = vfs.asked();
+            let changed = vfs.0.meta.change(op).await;
+            let mut state = node.lock();
+            state.xattrs = None;
+            let Changed { done, seq } = changed?;
+            state.mark = state.mark.max(seq);
+            match done {
+                Done::Attr(attr) => state.learn(&vfs.0.meta, attr, vfs.is_current(asked)),
+                _ => state.doubt_attr(),
+            }
+            Ok(())
+        })
+        .await
+    }
+}
+
+fn check(name: &[u8]) -> Result<()> {
+    if name.starts_with(ACL_PREFIX) {
+        return Err(Fault::new(Code::Unsupported, "POSIX ACLs are not kept"));
+    }
+    if name.len() > NAME_MAX {
+        return Err(Code::Range.into());
+    }
+    Ok(())
+}
