@@ -9,7 +9,7 @@ use torchfs_proto::extent::RangeOp;
 use torchfs_proto::msg::meta::{Done, Op, VolumeUse, lease};
 use torchfs_proto::{Code, Fault, Ino, Result};
 
-use crate::{Fh, Node, Vfs, unexpected};
+use crate::{Fh, Node, Vfs};
 
 impl Vfs {
     /// Attributes.

@@ -189,7 +189,10 @@ impl Vfs {
     }
 
     /// The turn to change content at the service, when all that was written before is there.
-    pub(crate) async fn quiet_turn<'a>(&self, node: &'a Arc<Inode>) -> futures_util::lock::MutexGuard<'a, ()> {
+    pub(crate) async fn quiet_turn<'a>(
+        &self,
+        node: &'a Arc<Inode>,
+    ) -> futures_util::lock::MutexGuard<'a, ()> {
         // Somebody may go on writing; then the two are unordered anyway.
         for _ in 0..3 {
             self.write_back(node).await;

@@ -25,7 +25,9 @@ impl Vfs {
             let node = self.find_node(ino);
             let quiet = match &node {
                 Some(node) => match &node.lock().file {
-                    Some(file) => !file.is_dirty() && file.quiet_since.elapsed() >= self.0.config.compact_after,
+                    Some(file) => {
+                        !file.is_dirty() && file.quiet_since.elapsed() >= self.0.config.compact_after
+                    }
                     None => true,
                 },
                 None => true,

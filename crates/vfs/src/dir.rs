@@ -140,9 +140,9 @@ impl Vfs {
 
         // An entry is kept if nothing can have changed since this page was asked for; the whole, since the first page.
         let kept = self.keep_page(node, &entries, asked, changes);
-        let whole = before.filter(|whole| kept && self.is_current(whole.asked) && whole.changes == changes).map(
-            |whole| Whole { listed: whole.listed + entries.len(), ..whole },
-        );
+        let whole = before
+            .filter(|whole| kept && self.is_current(whole.asked) && whole.changes == changes)
+            .map(|whole| Whole { listed: whole.listed + entries.len(), ..whole });
         if let Some(whole) = whole.filter(|_| end)
             && let Some((names, _)) = node.lock().find_names(&self.0.meta, ino)
         {

@@ -164,7 +164,9 @@ impl Vfs {
         });
         match thread {
             Ok(thread) => *self.0.ticker.lock() = Some(thread),
-            Err(error) => tracing::error!(%error, "no thread for timers: dirty data waits for fsync or close"),
+            Err(error) => {
+                tracing::error!(%error, "no thread for timers: dirty data waits for fsync or close")
+            }
         }
     }
 

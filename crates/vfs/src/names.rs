@@ -400,7 +400,9 @@ impl Vfs {
                 state.parent = Some(make.parent);
                 if created {
                     match make.kind {
-                        Kind::Dir if vfs.is_current(asked) && meta.holds(attr.ino, lease::NAMES).is_some() => {
+                        Kind::Dir
+                            if vfs.is_current(asked) && meta.holds(attr.ino, lease::NAMES).is_some() =>
+                        {
                             let mut names = Names::new(epoch);
                             names.complete = true;
                             state.names = Some(Box::new(names));

@@ -159,7 +159,6 @@ impl Inode {
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock()
     }
-
 }
 
 impl State {

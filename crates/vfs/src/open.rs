@@ -187,7 +187,10 @@ impl Vfs {
             }
             tick.await;
         }
-        Err(Fault::new(Code::Timeout, format!("the right to use inode {} is taken away again and again", node.ino)))
+        Err(Fault::new(
+            Code::Timeout,
+            format!("the right to use inode {} is taken away again and again", node.ino),
+        ))
     }
 
     /// One question for a data lease.

@@ -119,12 +119,6 @@ impl Overlay {
         found
     }
 
-    /// The first range of visible bytes that ends after `from`.
-    pub(crate) fn next_range(&self, from: u64) -> Option<Range<u64>> {
-        let (start, piece) = self.overlapping(from..u64::MAX).next()?;
-        Some(start..start + piece.len())
-    }
-
     /// The end of the last piece.
     pub(crate) fn end(&self) -> Option<u64> {
         self.pieces.last_key_value().map(|(start, piece)| start + piece.len())

@@ -23,7 +23,8 @@ impl Vfs {
     /// Extends, punches or zeroes a range. Space is not set aside: blocks are written where and when they come.
     pub async fn fallocate(&self, ino: Ino, fh: Fh, mode: i32, offset: u64, len: u64) -> Result<()> {
         let handle = self.handle(fh)?;
-        let end = offset.checked_add(len).filter(|end| *end <= SIZE_MAX).ok_or(Fault::from(Code::TooLarge))?;
+        let end =
+            offset.checked_add(len).filter(|end| *end <= SIZE_MAX).ok_or(Fault::from(Code::TooLarge))?;
         if len == 0 {
             return Err(Code::Invalid.into());
         }
@@ -34,7 +35,9 @@ impl Vfs {
                 vec![RangeOp::Punch { offset, len }]
             }
             ZERO_RANGE => vec![RangeOp::Punch { offset, len }, RangeOp::Extend { size: end }],
-            _ => return Err(Fault::new(Code::Unsupported, format!("fallocate mode {mode:#x} is not served"))),
+            _ => {
+                return Err(Fault::new(Code::Unsupported, format!("fallocate mode {mode:#x} is not served")));
+            }
         };
         handle.wrote();
         handle.check()?;
@@ -45,11 +48,11 @@ impl Vfs {
         let vfs = self.clone();
         self.finish(async move {
             let _turn = vfs.quiet_turn(&node).await;
-            if mode == 0 && node.lock().view().is_some_and(|attr| attr.size >= end) {
-                return Ok(());
+            let enough = mode == 0 && node.lock().view().is_some_and(|attr| attr.size >= end);
+            match enough {
+                true => Ok(Vec::new()),
+                false => vfs.commit_now(&node, Vec::new(), ops, false).await,
             }
-            vfs.commit_now(&node, Vec::new(), ops, false).await?;
-            Ok(())
         })
         .await?;
         handle.check()
@@ -67,7 +70,10 @@ impl Vfs {
                 return Err(unexpected("extents", &done));
             };
             if offset >= size {
-                return Err(Fault::new(Code::NoDevice, format!("{offset} is past the end of inode {}", node.ino)));
+                return Err(Fault::new(
+                    Code::NoDevice,
+                    format!("{offset} is past the end of inode {}", node.ino),
+                ));
             }
             let end = upto.min(size);
             for extent in extents.iter().filter(|extent| extent.source != Source::Hole) {
@@ -122,7 +128,13 @@ impl Vfs {
         self.finish(async move { vfs.copy(from, source, to, off_out).await }).await
     }
 
-    async fn copy(&self, from: Arc<Inode>, source: Range<u64>, to: Arc<Inode>, to_offset: u64) -> Result<u64> {
+    async fn copy(
+        &self,
+        from: Arc<Inode>,
+        source: Range<u64>,
+        to: Arc<Inode>,
+        to_offset: u64,
+    ) -> Result<u64> {
         self.write_back(&from).await;
         let _turn = self.quiet_turn(&to).await;
         let asked = self.asked();

@@ -358,14 +358,21 @@ mod tests {
     use torchfs_proto::{BlockId, LayoutId};
 
     fn block() -> BlockRef {
-        BlockRef { id: BlockId::default(), layout: LayoutId(1), block_len: 3 * CHUNK, substitutes: Vec::new() }
+        BlockRef {
+            id: BlockId::default(),
+            layout: LayoutId(1),
+            block_len: 3 * CHUNK,
+            substitutes: Vec::new(),
+        }
     }
 
     #[test]
     fn a_range_is_cut_from_the_chunks_that_hold_it() {
         let bytes: Vec<u8> = (0..3 * CHUNK).map(|i| (i % 251) as u8).collect();
         let all: Vec<Bytes> = bytes.chunks(CHUNK as usize).map(Bytes::copy_from_slice).collect();
-        for (from, len) in [(0, 1), (CHUNK - 1, 2), (10, 2 * CHUNK), (CHUNK, CHUNK), (2 * CHUNK + 5, CHUNK - 5)] {
+        for (from, len) in
+            [(0, 1), (CHUNK - 1, 2), (10, 2 * CHUNK), (CHUNK, CHUNK), (2 * CHUNK + 5, CHUNK - 5)]
+        {
             let range = chunks(from, len);
             let got = all[range.start as usize..range.end as usize].to_vec();
             let mut out = Vec::new();

@@ -115,7 +115,9 @@ impl Vfs {
             if end > SIZE_MAX {
                 return Err(Fault::new(Code::TooLarge, format!("inode {} is as long as can be", node.ino)));
             }
-            if flags.kill_privileges && let Some(attr) = &mut state.attr {
+            if flags.kill_privileges
+                && let Some(attr) = &mut state.attr
+            {
                 let before = attr.mode;
                 attr.mode = without_privileges(attr.mode);
                 let kills = attr.mode != before || attr.flags & flags::XATTRS != 0;

@@ -36,7 +36,10 @@ impl Vfs {
     pub async fn setxattr(&self, ino: Ino, name: &[u8], value: &[u8], flags: u32) -> Result<()> {
         check(name)?;
         if value.len() > XATTR_MAX {
-            return Err(Fault::new(Code::NoSpace, format!("an extended attribute has at most {XATTR_MAX} bytes")));
+            return Err(Fault::new(
+                Code::NoSpace,
+                format!("an extended attribute has at most {XATTR_MAX} bytes"),
+            ));
         }
         let (name, value) = (name.to_vec().into(), value.to_vec().into());
         self.change_xattrs(ino, Op::SetXattr { ino, name, value, flags }).await
