@@ -9,8 +9,10 @@
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use parking_lot::Mutex;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use torchfs_disk::{Op, SimDisk};
@@ -38,6 +40,62 @@ fn every_power_cut_leaves_a_prefix_with_all_durable_batches() {
             sum.checkpoints > 1000 && sum.lost > 1000 && sum.replayed > 1000,
             "the seeds test too little: {sum:?}"
         );
+    }
+}
+
+/// The same with all threads running: no step repeats, the promise is the same.
+#[test]
+fn callers_on_many_threads_keep_what_they_were_told() {
+    for seed in 0..if std::env::var_os("SOAK").is_some() { 2000 } else { 40 } {
+        let disk = SimDisk::new(seed);
+        let replica = MemReplica::new(&disk);
+        let config = Config {
+            log: LogConfig { segment_bytes: 64 << 10, segments_min: 2, segments_max: 4 },
+            checkpoint_keys: 20,
+            linger: Duration::from_micros(200),
+            ..Config::default()
+        };
+        let open = |disk: &SimDisk, replica: &MemReplica| {
+            Embedded::open_with(Arc::new(disk.clone()), Box::new(replica.clone()), config.clone()).unwrap()
+        };
+        let engine = open(&disk, &replica);
+        disk.power_off_after(50 + seed * 10);
+        let ordered = Mutex::new(BTreeMap::new());
+        let told = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            for thread in 0..3u8 {
+                let (engine, ordered, told) = (&engine, &ordered, &told);
+                scope.spawn(move || {
+                    for n in 0u32.. {
+                        let mut batch = Batch::at(1);
+                        batch.put(vec![b'k', thread, n as u8 % 16], n.to_le_bytes());
+                        batch.put("last", [thread]);
+                        let changes = batch.changes.clone();
+                        let Ok(seq) = engine.order(batch) else { return };
+                        ordered.lock().insert(seq, changes);
+                        if n % 4 == 0 {
+                            if engine.wait_durable(seq, Duration::from_secs(60)).is_err() {
+                                return;
+                            }
+                            told.fetch_max(seq.0, Ordering::SeqCst);
+                        }
+                    }
+                });
+            }
+        });
+        drop(engine);
+        let after = disk.power_cut(seed);
+        let engine = open(&after, &replica.after(&after));
+        let last = engine.ordered();
+        let ordered = ordered.into_inner();
+        assert!(told.into_inner() <= last.0 && last.0 <= ordered.len() as u64, "seed {seed}");
+        let mut model = State::new();
+        for change in ordered.range(..=last).flat_map(|(_, changes)| changes) {
+            if let Change::Put(key, value) = change {
+                model.insert(key.clone(), value.clone());
+            }
+        }
+        assert!(state_of(&engine) == model, "seed {seed}");
     }
 }
 

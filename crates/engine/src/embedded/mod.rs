@@ -104,9 +104,10 @@ pub struct Embedded {
 /// Everything the threads share.
 struct Inner {
     config: Config,
-    disk: Arc<dyn Disk>,
-    log: Log,
+    // Dropped in this order: the disk, and with it the lock on the folder, goes last.
     replica: Box<dyn Replica>,
+    log: Log,
+    disk: Arc<dyn Disk>,
     writer: Writer,
     front: RwLock<Front>,
     queue: Queue,
