@@ -8,8 +8,8 @@ use crate::error::{Error, Result};
 
 /// The longest key (LMDB's limit).
 pub const KEY_MAX: usize = 511;
-/// The longest value.
-pub const VALUE_MAX: usize = 64 << 10;
+/// The longest value: an extended attribute of 64 KiB with what is noted beside it.
+pub const VALUE_MAX: usize = 65 << 10;
 /// The longest encoded batch.
 pub const BODY_MAX: usize = 4 << 20;
 

@@ -11,8 +11,10 @@ pub mod disk;
 pub mod extent;
 pub mod fault;
 pub mod ids;
+pub mod key;
 pub mod layout;
 pub mod msg;
+pub mod record;
 
 pub use fault::{Code, Fault, Result};
 pub use ids::*;

@@ -1,0 +1,96 @@
+//! What can be set about the metadata service; every timer and bound is a field.
+
+use std::time::Duration;
+
+use torchfs_proto::attr::Compression;
+use torchfs_proto::layout::Scheme;
+
+/// Settings of the metadata service.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Config {
+    /// A lease ends this long after the client sent its last renewal.
+    pub lease_ms: u32,
+    /// The service counts leases this much longer, from when it received the renewal.
+    pub lease_margin_ms: u32,
+    /// A session ends when it was not renewed for this long.
+    pub session_ms: u32,
+    /// How often the upkeep looks for what has become due.
+    pub tick_ms: u32,
+    /// Freed blocks wait this many lease terms before they are deleted.
+    pub dead_terms: u32,
+    /// A data server is down when its last heartbeat is older.
+    pub server_timeout_ms: u32,
+    /// One call to a data server.
+    pub peer_timeout_ms: u32,
+    /// Copies of new data; `None`: one on a single server, else two.
+    pub redundancy: Option<Scheme>,
+    /// Placement groups of a new layout.
+    pub groups: u32,
+    /// Name of the volume made at the first start.
+    pub volume: String,
+    /// Largest block of that volume.
+    pub block_size: u32,
+    /// Compression of that volume.
+    pub compression: Compression,
+    /// Most sessions.
+    pub sessions_max: usize,
+    /// Most results kept for one session before it must acknowledge some.
+    pub outcomes_max: usize,
+    /// Most inodes remembered for one session; beyond it, it counts as holding all.
+    pub known_max: usize,
+    /// Most events waiting for one session; beyond it, its leases end.
+    pub events_max: usize,
+    /// Most requests of one session that wait for recalls, locks or events.
+    pub waiting_max: usize,
+    /// Extents that one batch removes at most; more are removed by the upkeep.
+    pub trim_extents: usize,
+    /// Most block ids in one grant.
+    pub ids_max: u32,
+    /// Longest wait of one Listen.
+    pub listen_ms_max: u32,
+    /// A batch's time is noted when the last note is older.
+    pub batch_time_ms: u32,
+    /// Most dead blocks named in one call to a data server.
+    pub delete_batch: usize,
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            lease_ms: 3_000,
+            lease_margin_ms: 500,
+            session_ms: 60_000,
+            tick_ms: 50,
+            dead_terms: 2,
+            server_timeout_ms: 10_000,
+            peer_timeout_ms: 10_000,
+            redundancy: None,
+            groups: 64,
+            volume: "main".into(),
+            block_size: 4 << 20,
+            compression: Compression::Lz4,
+            sessions_max: 10_000,
+            outcomes_max: 4_096,
+            known_max: 1_000_000,
+            events_max: 16_384,
+            waiting_max: 4_096,
+            trim_extents: 512,
+            ids_max: 65_536,
+            listen_ms_max: 30_000,
+            batch_time_ms: 10_000,
+            delete_batch: 1_024,
+        }
+    }
+}
+
+impl Config {
+    /// How long the service honours a lease after it received the renewal.
+    pub fn lease_term(&self) -> Duration {
+        Duration::from_millis(u64::from(self.lease_ms) + u64::from(self.lease_margin_ms))
+    }
+
+    /// How long the service keeps a session after it received the renewal.
+    pub fn session_term(&self) -> Duration {
+        Duration::from_millis(u64::from(self.session_ms) + u64::from(self.lease_margin_ms))
+    }
+}

@@ -1,0 +1,223 @@
+//! The deleter: has dead blocks and the rest of dead ranges removed from the data servers.
+//!
+//! A block whose last reference went waits in a queue until nobody can still read it under an old lease, and until the
+//! batch that declared it dead is durable. The range of a session that ended is purged of everything that no commit
+//! named. A queue entry goes when every server that could hold something has said that it is gone.
+//!
+//! # Invariants
+//! - Servers are told only what a durable batch declared dead.
+//! - Nothing is held while a server is asked.
+
+use std::collections::{BTreeMap, HashSet};
+use std::ops::ControlFlow;
+use std::time::Duration;
+
+use futures_util::future::{BoxFuture, join_all};
+use torchfs_proto::record::{Block, DeadBlock, DeadRange};
+use torchfs_proto::{BlockId, IdRange, Result, ServerId, VolumeId, key};
+
+use crate::metrics;
+use crate::server::within;
+use crate::service::{Meta, State};
+
+/// Ids of one purge; a longer range is purged in parts, so that what is kept fits a message.
+const PURGE_IDS: u32 = 8_192;
+
+/// How the service reaches data servers.
+pub trait BlockPeers: Send + Sync + 'static {
+    /// Has these blocks deleted; answered when that is durable.
+    fn delete<'a>(&'a self, addr: &'a str, blocks: Vec<BlockId>) -> BoxFuture<'a, Result<()>>;
+
+    /// Has everything of a range deleted except these; answered when that is durable.
+    fn purge<'a>(&'a self, addr: &'a str, range: IdRange, keep: Vec<BlockId>) -> BoxFuture<'a, Result<()>>;
+}
+
+/// A dead block with the servers that may hold it.
+struct Due {
+    at: Vec<u8>,
+    id: BlockId,
+    holders: Vec<ServerId>,
+}
+
+impl Meta {
+    /// One pass: has deleted what is due, as far as servers are up. Answers how many entries are done with.
+    pub async fn collect(&self, peers: &dyn BlockPeers) -> usize {
+        let volumes: Vec<VolumeId> = self.state.lock().volumes.keys().copied().collect();
+        let mut done = 0;
+        for volume in volumes {
+            done += self.collect_blocks(volume, peers).await;
+            done += self.collect_range(volume, peers).await;
+        }
+        done
+    }
+
+    async fn collect_blocks(&self, volume: VolumeId, peers: &dyn BlockPeers) -> usize {
+        let (due, addrs) = {
+            let state = self.state.lock();
+            match self.due_blocks(&state, volume) {
+                Ok(due) => (due, addresses(&state)),
+                Err(fault) => {
+                    tracing::warn!("the queue of dead blocks cannot be read: {fault}");
+                    return 0;
+                }
+            }
+        };
+        if due.is_empty() {
+            return 0;
+        }
+        let mut by_server: BTreeMap<ServerId, Vec<BlockId>> = BTreeMap::new();
+        for block in &due {
+            for holder in &block.holders {
+                by_server.entry(*holder).or_default().push(block.id);
+            }
+        }
+        let limit = Duration::from_millis(u64::from(self.config.peer_timeout_ms));
+        let calls = by_server.into_iter().map(|(server, blocks)| {
+            let addr = addrs.get(&server);
+            async move {
+                let addr = addr?;
+                match within(limit, peers.delete(addr, blocks)).await {
+                    Ok(()) => Some(server),
+                    Err(fault) => {
+                        tracing::debug!(server = server.0, "dead blocks wait: {fault}");
+                        None
+                    }
+                }
+            }
+        });
+        let answered: HashSet<ServerId> = join_all(calls).await.into_iter().flatten().collect();
+        let gone: Vec<Vec<u8>> = due
+            .into_iter()
+            .filter(|block| block.holders.iter().all(|holder| answered.contains(holder)))
+            .map(|block| block.at)
+            .collect();
+        let count = gone.len();
+        if count > 0 {
+            let mut state = self.state.lock();
+            let state = &mut *state;
+            let mut view = self.view(volume);
+            view.frees = true;
+            let counted = view.count(|counters| counters.dead = counters.dead.saturating_sub(count as u64));
+            gone.into_iter().for_each(|at| view.delete(at));
+            let ordered = counted.and_then(|()| self.order(state, view, self.clock.now()));
+            if let Err(fault) = ordered {
+                tracing::warn!("deleted blocks cannot be noted: {fault}");
+                return 0;
+            }
+            state.deleted += count as u64;
+            metrics::deleted(count as u64);
+        }
+        count
+    }
+
+    /// Dead blocks whose time has come and whose death is durable.
+    fn due_blocks(&self, state: &State, volume: VolumeId) -> Result<Vec<Due>> {
+        let view = self.view(volume);
+        let durable = self.engine.durable();
+        let now_ms = (self.clock.wall_ns() / 1_000_000).unsigned_abs();
+        let from = key::space(volume, key::Space::DeadBlock);
+        let to = key::dead_block(volume, now_ms + 1, BlockId::default());
+        let mut due = Vec::new();
+        view.scan(&from, &to, false, &mut |at, dead: DeadBlock| {
+            if dead.born > durable {
+                return ControlFlow::Continue(());
+            }
+            if let Some(id) = key::Parts::of(at).and_then(|parts| parts.block_at(8)) {
+                let substitutes = dead.substitutes.unwrap_or_default();
+                let holders = state.members.holders(id, dead.layout, &substitutes);
+                due.push(Due { at: at.to_vec(), id, holders });
+            }
+            match due.len() >= self.config.delete_batch {
+                true => ControlFlow::Break(()),
+                false => ControlFlow::Continue(()),
+            }
+        })?;
+        Ok(due)
+    }
+
+    /// Purges one dead range; it goes when every server there is has answered.
+    async fn collect_range(&self, volume: VolumeId, peers: &dyn BlockPeers) -> usize {
+        let found = {
+            let state = self.state.lock();
+            self.due_range(volume).map(|range| (range, addresses(&state), state.members.servers().len()))
+        };
+        let (range, addrs, servers) = match found {
+            Ok((Some(range), addrs, servers)) => (range, addrs, servers),
+            Ok((None, _, _)) => return 0,
+            Err(fault) => {
+                tracing::warn!("the queue of dead ranges cannot be read: {fault}");
+                return 0;
+            }
+        };
+        if addrs.len() < servers {
+            return 0; // a server is down; the range waits for it
+        }
+        let limit = Duration::from_millis(u64::from(self.config.peer_timeout_ms));
+        let mut first = range.first.counter;
+        let end = first + u64::from(range.count);
+        while first < end {
+            let count = u32::try_from(end - first).unwrap_or(PURGE_IDS).min(PURGE_IDS);
+            let part = IdRange { first: BlockId { counter: first, ..range.first }, count };
+            let keep = match self.named_in(volume, part) {
+                Ok(keep) => keep,
+                Err(fault) => {
+                    tracing::warn!("the blocks of a dead range cannot be read: {fault}");
+                    return 0;
+                }
+            };
+            let calls = addrs.values().map(|addr| within(limit, peers.purge(addr, part, keep.clone())));
+            for result in join_all(calls).await {
+                if let Err(fault) = result {
+                    tracing::debug!("a dead range waits: {fault}");
+                    return 0;
+                }
+            }
+            first += u64::from(count);
+        }
+        let mut state = self.state.lock();
+        let mut view = self.view(volume);
+        view.frees = true;
+        view.delete(key::dead_range(volume, range.first));
+        match self.order(&mut state, view, self.clock.now()) {
+            Ok(_) => 1,
+            Err(fault) => {
+                tracing::warn!("a purged range cannot be noted: {fault}");
+                0
+            }
+        }
+    }
+
+    fn due_range(&self, volume: VolumeId) -> Result<Option<IdRange>> {
+        let view = self.view(volume);
+        let durable = self.engine.durable();
+        let now_ms = (self.clock.wall_ns() / 1_000_000).unsigned_abs();
+        let space = key::space(volume, key::Space::DeadRange);
+        let mut found = None;
+        view.scan(&space, &key::after(&space), false, &mut |_, dead: DeadRange| {
+            if dead.born <= durable && dead.due_ms <= now_ms {
+                found = Some(dead.ids);
+                return ControlFlow::Break(());
+            }
+            ControlFlow::Continue(())
+        })?;
+        Ok(found)
+    }
+
+    /// The blocks of a range that records name. The range's session is gone, so no more are added.
+    fn named_in(&self, volume: VolumeId, range: IdRange) -> Result<Vec<BlockId>> {
+        let view = self.view(volume);
+        let from = key::block(volume, range.first);
+        let end = BlockId { counter: range.first.counter + u64::from(range.count), ..range.first };
+        let mut named = Vec::new();
+        view.scan(&from, &key::block(volume, end), false, &mut |at, _: Block| {
+            named.extend(key::Parts::of(at).and_then(|parts| parts.block_at(0)));
+            ControlFlow::Continue(())
+        })?;
+        Ok(named)
+    }
+}
+
+/// Where the servers that are up listen.
+fn addresses(state: &State) -> BTreeMap<ServerId, String> {
+    state.members.servers().into_iter().filter(|s| s.up).map(|s| (s.id, s.addr)).collect()
+}

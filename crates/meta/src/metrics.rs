@@ -1,0 +1,92 @@
+//! What the metadata service counts: name, unit, meaning.
+
+use torchfs_proto::msg::meta::Op;
+
+/// Requests by operation.
+const REQUESTS: &str = "torchfs_meta_requests_total";
+/// Leases recalled.
+const RECALLS: &str = "torchfs_meta_recalls_total";
+/// Answers that waited for another session's change to become durable.
+const WAITED: &str = "torchfs_meta_waited_durable_total";
+/// Blocks deleted from data servers.
+const DELETED: &str = "torchfs_meta_blocks_deleted_total";
+/// Sessions there are.
+const SESSIONS: &str = "torchfs_meta_sessions";
+/// Work left for the upkeep.
+const CHORES: &str = "torchfs_meta_chores";
+
+/// Says what the figures mean; call once when an exporter is there.
+pub fn describe() {
+    metrics::describe_counter!(REQUESTS, "Requests by operation");
+    metrics::describe_counter!(RECALLS, "Leases recalled");
+    metrics::describe_counter!(WAITED, "Answers that waited for another session's change to become durable");
+    metrics::describe_counter!(DELETED, "Blocks deleted from data servers");
+    metrics::describe_gauge!(SESSIONS, "Sessions");
+    metrics::describe_gauge!(CHORES, "Pieces of work left for the upkeep");
+}
+
+pub(crate) fn request(op: &Op) {
+    metrics::counter!(REQUESTS, "op" => name(op)).increment(1);
+}
+
+pub(crate) fn recall() {
+    metrics::counter!(RECALLS).increment(1);
+}
+
+pub(crate) fn waited_durable() {
+    metrics::counter!(WAITED).increment(1);
+}
+
+pub(crate) fn deleted(blocks: u64) {
+    metrics::counter!(DELETED).increment(blocks);
+}
+
+pub(crate) fn upkeep(sessions: usize, chores: usize) {
+    metrics::gauge!(SESSIONS).set(sessions as f64);
+    metrics::gauge!(CHORES).set(chores as f64);
+}
+
+fn name(op: &Op) -> &'static str {
+    match op {
+        Op::OpenSession(_) => "open_session",
+        Op::ResumeSession => "resume_session",
+        Op::Reclaim { .. } => "reclaim",
+        Op::Renew => "renew",
+        Op::CloseSession => "close_session",
+        Op::Listen { .. } => "listen",
+        Op::Ack { .. } => "ack",
+        Op::GrantIds { .. } => "grant_ids",
+        Op::Sync { .. } => "sync",
+        Op::Forget { .. } => "forget",
+        Op::Placement => "placement",
+        Op::Lookup { .. } => "lookup",
+        Op::GetAttr { .. } => "getattr",
+        Op::SetAttr { .. } => "setattr",
+        Op::ReadLink { .. } => "readlink",
+        Op::Make(_) => "make",
+        Op::Link { .. } => "link",
+        Op::Unlink { .. } => "unlink",
+        Op::Rmdir { .. } => "rmdir",
+        Op::Rename { .. } => "rename",
+        Op::ReadDir { .. } => "readdir",
+        Op::Xattrs { .. } => "xattrs",
+        Op::SetXattr { .. } => "setxattr",
+        Op::RemoveXattr { .. } => "removexattr",
+        Op::OpenData { .. } => "open_data",
+        Op::Extents { .. } => "extents",
+        Op::Commit(_) => "commit",
+        Op::CopyRange { .. } => "copy_range",
+        Op::Lock { .. } => "lock",
+        Op::GetLock { .. } => "getlock",
+        Op::Release { .. } => "release",
+        Op::StatFs => "statfs",
+        Op::Heartbeat(_) => "heartbeat",
+        Op::Status => "status",
+        Op::Sessions => "sessions",
+        Op::Evict { .. } => "evict",
+        Op::Check { .. } => "check",
+        Op::KnownBlocks { .. } => "known_blocks",
+        Op::ListBlocks { .. } => "list_blocks",
+        Op::Collect => "collect",
+    }
+}

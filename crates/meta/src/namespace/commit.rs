@@ -1,0 +1,222 @@
+//! commit: new content. Range operations applied in order, with the blocks that they name, in one batch.
+
+use std::collections::HashSet;
+
+use torchfs_proto::attr::SIZE_MAX;
+use torchfs_proto::chunk::MAX_BLOCK;
+use torchfs_proto::extent::{Extent, INLINE_MAX, NewBlock, RangeOp, Source};
+use torchfs_proto::msg::meta::{COMMIT_BLOCKS_MAX, COMMIT_RANGES_MAX, Commit, Done, lease};
+use torchfs_proto::record::{self, Answered, Bytes};
+use torchfs_proto::{Code, Fault, Ino, Result};
+
+use super::extents::{CONTENT, Resized, overlapping, overlaps_more_than, place, punch, resize};
+use super::{BlockChanges, Ctx, Decision, First, file, kill_privileges, touch};
+use crate::view::View;
+
+/// Runs that a hole may take away in one batch; a larger one is punched in pieces.
+const PUNCH_MAX: usize = 4_096;
+
+/// Applies a commit whose lease was checked by the caller. It stands as a whole or not at all.
+pub fn commit(view: &mut View<'_>, ctx: &Ctx<'_>, commit: &Commit) -> Result<Decision> {
+    if commit.ranges.len() > COMMIT_RANGES_MAX || commit.blocks.len() > COMMIT_BLOCKS_MAX {
+        return Err(Fault::new(Code::TooMany, "a commit names too many blocks or ranges"));
+    }
+    let ino = commit.ino;
+    let mut inode = file(view, ino)?;
+    let mut changes = BlockChanges::default();
+    introduce(view, ctx, &commit.blocks, &mut changes)?;
+    let compacts = commit.expect.is_some();
+    if let Some(expect) = &commit.expect {
+        expected(view, ino, expect)?;
+    }
+    let mut decision = Decision::new(Done::Ok);
+    let bits = if compacts { 0 } else { CONTENT };
+    let mut appended = Vec::new();
+    let size_before = inode.size;
+    view.frees =
+        commit.ranges.iter().all(|op| matches!(op, RangeOp::Punch { .. } | RangeOp::Truncate { .. }));
+    for op in &commit.ranges {
+        let first = match op {
+            RangeOp::Write { offset, len, source } => {
+                write(view, ino, &mut inode, &mut changes, *offset, *len, source)?
+            }
+            RangeOp::Append { len, source } => {
+                let at = inode.size;
+                appended.push(at);
+                write(view, ino, &mut inode, &mut changes, at, *len, source)?
+            }
+            RangeOp::Punch { offset, len } => {
+                hole(view, ino, &mut inode, &mut changes, *offset, offset.saturating_add(*len))?
+            }
+            RangeOp::Truncate { size } => {
+                within(*size, 0)?;
+                match resize(view, ino, &mut inode, &mut changes, *size, ctx.trim)? {
+                    Resized::Done => None,
+                    Resized::Cut if commit.ranges.len() == 1 => {
+                        decision.upkeep.push(ino);
+                        None
+                    }
+                    // What follows may grow the file again: the cut is ordered first and trimmed.
+                    Resized::Cut => Some(First::Cut(ino, *size)),
+                    Resized::First(first) => Some(first),
+                }
+            }
+            RangeOp::Extend { size } => {
+                within(*size, 0)?;
+                grow(ino, &mut inode, *size)
+            }
+        };
+        if let Some(first) = first {
+            decision.first = Some(first);
+            return Ok(decision.change(ino, bits));
+        }
+    }
+    changes.apply(view)?;
+    if compacts {
+        if inode.size != size_before {
+            return Err(Fault::new(Code::Invalid, "a compaction must not change the length of a file"));
+        }
+    } else {
+        if !commit.ranges.is_empty() {
+            inode.data_version += 1;
+            inode.mtime = commit.mtime.unwrap_or(view.now);
+            decision.content.push(ino);
+        }
+        if commit.kill_privileges {
+            kill_privileges(&mut inode);
+        }
+        touch(view, &mut inode);
+    }
+    view.put_inode(ino, &inode);
+    let attr = inode.attr(ino);
+    decision.done = Done::Committed { attr, appended: appended.clone(), copied: 0 };
+    Ok(decision.change(ino, bits).want(ino, lease::ATTR).store(Answered::Committed {
+        ino,
+        appended,
+        copied: 0,
+    }))
+}
+
+/// Takes in the new blocks: each must be from a live range of the session and unknown until now.
+fn introduce(view: &View<'_>, ctx: &Ctx<'_>, blocks: &[NewBlock], changes: &mut BlockChanges) -> Result<()> {
+    let mut seen = HashSet::new();
+    for block in blocks {
+        let id = block.id;
+        if !ctx.ranges.iter().any(|range| range.contains(id)) {
+            return Err(Fault::new(
+                Code::Fenced,
+                format!("block {id} is from no live range of session {}", ctx.session),
+            ));
+        }
+        if !seen.insert(id) || view.block(id)?.is_some() {
+            return Err(Fault::new(Code::Invalid, format!("block {id} is committed already")));
+        }
+        if block.len == 0 || block.len > MAX_BLOCK {
+            return Err(Fault::new(Code::Invalid, format!("block {id} cannot have {} bytes", block.len)));
+        }
+        changes.introduce(block);
+    }
+    Ok(())
+}
+
+/// Whether exactly these extents are there, for a compaction that copied their bytes.
+fn expected(view: &View<'_>, ino: Ino, expect: &[Extent]) -> Result<()> {
+    let (Some(first), Some(last)) = (expect.first(), expect.last()) else { return Ok(()) };
+    let end = last.offset.saturating_add(last.len);
+    let (runs, _) = overlapping(view, ino, first.offset, end, COMMIT_RANGES_MAX)?;
+    let same = runs.len() == expect.len()
+        && runs.iter().zip(expect).all(|((offset, run), expect)| {
+            *offset == expect.offset
+                && run.len == expect.len
+                && match (&run.bytes, &expect.source) {
+                    (Bytes::Block { id, offset }, Source::Block { id: other, offset: at, .. }) => {
+                        id == other && offset == at
+                    }
+                    (Bytes::Inline(bytes), Source::Inline(other)) => bytes == other,
+                    _ => false,
+                }
+        });
+    match same {
+        true => Ok(()),
+        false => Err(Fault::new(Code::Busy, format!("inode {ino} changed since its extents were read"))),
+    }
+}
+
+fn write(
+    view: &mut View<'_>,
+    ino: Ino,
+    inode: &mut record::Inode,
+    changes: &mut BlockChanges,
+    offset: u64,
+    len: u64,
+    source: &Source,
+) -> Result<Option<First>> {
+    within(offset, len)?;
+    if len == 0 {
+        return Err(Fault::new(Code::Invalid, "an extent has at least one byte"));
+    }
+    if inode.cut.is_some_and(|cut| offset + len > cut) {
+        return Ok(Some(First::Trim(ino)));
+    }
+    let bytes = match source {
+        Source::Hole => {
+            let first = hole(view, ino, inode, changes, offset, offset + len)?;
+            inode.size = inode.size.max(offset + len);
+            return Ok(first);
+        }
+        Source::Inline(bytes) => {
+            if bytes.len() as u64 != len || bytes.len() > INLINE_MAX {
+                return Err(Fault::new(Code::Invalid, format!("{len} inline bytes do not fit an extent")));
+            }
+            Bytes::Inline(bytes.clone())
+        }
+        Source::Block { id, offset: at, .. } => {
+            let block_len = match changes.introduced(*id) {
+                Some(block) => block.len,
+                None => match view.block(*id)? {
+                    Some(block) => block.len,
+                    None => return Err(Fault::new(Code::Gone, format!("block {id} is not known"))),
+                },
+            };
+            if u64::from(*at) + len > u64::from(block_len) {
+                return Err(Fault::new(Code::Invalid, format!("an extent reaches beyond block {id}")));
+            }
+            Bytes::Block { id: *id, offset: *at }
+        }
+    };
+    punch(view, ino, inode, changes, offset, offset + len)?;
+    place(view, ino, inode, changes, offset, len, bytes);
+    inode.size = inode.size.max(offset + len);
+    Ok(None)
+}
+
+fn hole(
+    view: &mut View<'_>,
+    ino: Ino,
+    inode: &mut record::Inode,
+    changes: &mut BlockChanges,
+    from: u64,
+    to: u64,
+) -> Result<Option<First>> {
+    if overlaps_more_than(view, ino, from, to, PUNCH_MAX)? {
+        return Ok(Some(First::Punch(ino, from, to)));
+    }
+    punch(view, ino, inode, changes, from, to)?;
+    Ok(None)
+}
+
+fn grow(ino: Ino, inode: &mut record::Inode, size: u64) -> Option<First> {
+    if inode.cut.is_some_and(|cut| size > cut) {
+        return Some(First::Trim(ino));
+    }
+    inode.size = inode.size.max(size);
+    None
+}
+
+/// Whether a file may reach this far.
+pub(super) fn within(offset: u64, len: u64) -> Result<()> {
+    match offset.checked_add(len) {
+        Some(end) if end <= SIZE_MAX => Ok(()),
+        _ => Err(Fault::new(Code::TooLarge, "the file would grow past its limit")),
+    }
+}

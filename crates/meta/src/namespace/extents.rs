@@ -1,0 +1,327 @@
+//! Extents: which bytes of a file are where. Reading them, and the range edits that other operations are made of.
+//!
+//! One record for each run, under the run's first byte; holes have none. An edit touches only the runs that overlap it.
+//!
+//! # Invariants
+//! - Runs of one file do not overlap.
+//! - `stored` of the inode is the sum of their lengths; a block's record counts the runs that point into it.
+//! - A truncation too large for one batch sets `cut`: runs from there on are dead though still there. The file's length does
+//!   not pass `cut` before they are gone, so nobody ever sees them.
+
+use std::ops::ControlFlow;
+
+use torchfs_proto::extent::{Extent, Source};
+use torchfs_proto::msg::meta::{Done, lease};
+use torchfs_proto::record::{self, Bytes};
+use torchfs_proto::{BlockId, Code, Fault, Ino, Result, key};
+
+use super::{BlockChanges, Decision, First, file, touch};
+use crate::view::View;
+
+/// Extents in one answer: fewer than the message allows, so that one answer does not hold up the others.
+const ANSWER_MAX: usize = 1_024;
+
+/// The extents that cover a range of a file.
+pub fn extents(view: &View<'_>, ino: Ino, from: u64, to: u64) -> Result<Decision> {
+    let inode = file(view, ino)?;
+    let end = to.min(inode.size);
+    let (runs, more) = overlapping(view, ino, from, end, ANSWER_MAX)?;
+    let upto = match runs.last() {
+        Some((offset, run)) if more => offset + run.len,
+        _ => to.max(from),
+    };
+    let mut blocks: Option<(BlockId, record::Block)> = None;
+    let mut extents = Vec::with_capacity(runs.len());
+    for (offset, run) in runs {
+        let len = run.len.min(inode.size - offset);
+        let source = match run.bytes {
+            Bytes::Inline(mut bytes) => {
+                bytes.truncate(len as usize);
+                Source::Inline(bytes)
+            }
+            Bytes::Block { id, offset } => {
+                // Neighbours often share a block.
+                if blocks.as_ref().is_none_or(|(last, _)| *last != id) {
+                    let block = view.block(id)?.ok_or_else(|| {
+                        Fault::new(
+                            Code::Corrupt,
+                            format!("inode {ino} has bytes in block {id}, which has no record"),
+                        )
+                        .next("run `torchfs fsck`")
+                    })?;
+                    blocks = Some((id, block));
+                }
+                let Some((_, block)) = &blocks else { continue };
+                let substitutes = block.substitutes.clone().unwrap_or_default();
+                Source::Block { id, offset, block_len: block.len, layout: block.layout, substitutes }
+            }
+        };
+        extents.push(Extent { offset, len, source });
+    }
+    let (data_version, size) = (inode.data_version, inode.size);
+    Ok(Decision::new(Done::Extents { extents, upto, data_version, size }).read(ino))
+}
+
+/// What a change of length came to.
+pub(super) enum Resized {
+    /// All done.
+    Done,
+    /// Done, but runs beyond the end are left to the upkeep.
+    Cut,
+    /// This first.
+    First(First),
+}
+
+/// Sets the length of a file whose inode is at hand; the caller writes the inode.
+pub(super) fn resize(
+    view: &mut View<'_>,
+    ino: Ino,
+    inode: &mut record::Inode,
+    changes: &mut BlockChanges,
+    size: u64,
+    trim: usize,
+) -> Result<Resized> {
+    if let Some(cut) = inode.cut
+        && size > cut
+    {
+        return Ok(Resized::First(First::Trim(ino)));
+    }
+    let shrinks = size < inode.size;
+    inode.size = size;
+    if !shrinks {
+        return Ok(Resized::Done);
+    }
+    let (_, more) = overlapping(view, ino, size, u64::MAX, trim)?;
+    let cuts = more || inode.cut.is_some();
+    if cuts {
+        // Only the run that crosses the new end is touched now.
+        let (runs, _) = overlapping(view, ino, size, size.saturating_add(1), 1)?;
+        if let Some((offset, run)) = runs.into_iter().next()
+            && offset < size
+        {
+            remove_part(view, ino, inode, changes, (offset, run), size, u64::MAX);
+        }
+        inode.cut = Some(size);
+        view.put(key::cut(view.volume, ino), &size);
+    } else {
+        punch(view, ino, inode, changes, size, u64::MAX)?;
+    }
+    Ok(if cuts { Resized::Cut } else { Resized::Done })
+}
+
+/// Removes runs beyond a cut, at most so many; answers whether none is left.
+pub fn trim(view: &mut View<'_>, ino: Ino, limit: usize) -> Result<bool> {
+    view.frees = true;
+    let Some(mut inode) = view.find_inode(ino)? else {
+        view.delete(key::cut(view.volume, ino));
+        return Ok(true);
+    };
+    let Some(cut) = inode.cut else {
+        view.delete(key::cut(view.volume, ino));
+        return Ok(true);
+    };
+    let more = remove_from(view, ino, &mut inode, cut, limit)?;
+    if !more {
+        inode.cut = None;
+        view.delete(key::cut(view.volume, ino));
+    }
+    view.put_inode(ino, &inode);
+    Ok(!more)
+}
+
+/// Removes runs that begin at or after this byte, at most so many; answers whether some are left.
+pub(super) fn remove_from(
+    view: &mut View<'_>,
+    ino: Ino,
+    inode: &mut record::Inode,
+    from: u64,
+    limit: usize,
+) -> Result<bool> {
+    let mut runs = Vec::new();
+    let mut more = false;
+    let start = key::extent(view.volume, ino, from);
+    let end = key::after(&key::extents(view.volume, ino));
+    view.scan(&start, &end, false, &mut |key, run: record::Extent| {
+        if runs.len() == limit {
+            more = true;
+            return ControlFlow::Break(());
+        }
+        runs.push((offset_of(key), run));
+        ControlFlow::Continue(())
+    })?;
+    let mut changes = BlockChanges::default();
+    for (offset, run) in runs {
+        remove_part(view, ino, inode, &mut changes, (offset, run), 0, u64::MAX);
+    }
+    changes.apply(view)?;
+    Ok(more)
+}
+
+/// One piece of work that comes before an operation, as a batch of its own; answers whether runs are left for the upkeep.
+pub fn work(view: &mut View<'_>, first: First, limit: usize) -> Result<Option<Ino>> {
+    view.frees = true;
+    match first {
+        First::Trim(ino) => trim(view, ino, limit).map(|_| None),
+        First::Cut(ino, size) => {
+            let mut inode = file(view, ino)?;
+            let mut changes = BlockChanges::default();
+            let resized = resize(view, ino, &mut inode, &mut changes, size, limit)?;
+            changes.apply(view)?;
+            inode.mtime = view.now;
+            inode.data_version += 1;
+            touch(view, &mut inode);
+            view.put_inode(ino, &inode);
+            Ok(matches!(resized, Resized::Cut).then_some(ino))
+        }
+        First::Punch(ino, from, to) => {
+            let mut inode = file(view, ino)?;
+            let (runs, _) = overlapping(view, ino, from, to, limit)?;
+            let mut changes = BlockChanges::default();
+            for run in runs {
+                remove_part(view, ino, &mut inode, &mut changes, run, from, to);
+            }
+            changes.apply(view)?;
+            inode.data_version += 1;
+            touch(view, &mut inode);
+            view.put_inode(ino, &inode);
+            Ok(None)
+        }
+    }
+}
+
+/// Whether more runs than this overlap a range.
+pub(super) fn overlaps_more_than(
+    view: &View<'_>,
+    ino: Ino,
+    from: u64,
+    to: u64,
+    limit: usize,
+) -> Result<bool> {
+    Ok(overlapping(view, ino, from, to, limit)?.1)
+}
+
+/// Takes a range out of a file: runs within it go, runs that cross its ends are trimmed or split.
+pub(super) fn punch(
+    view: &mut View<'_>,
+    ino: Ino,
+    inode: &mut record::Inode,
+    changes: &mut BlockChanges,
+    from: u64,
+    to: u64,
+) -> Result<()> {
+    let (runs, _) = overlapping(view, ino, from, to, usize::MAX)?;
+    for run in runs {
+        remove_part(view, ino, inode, changes, run, from, to);
+    }
+    Ok(())
+}
+
+/// Puts a run where nothing is.
+pub(super) fn place(
+    view: &mut View<'_>,
+    ino: Ino,
+    inode: &mut record::Inode,
+    changes: &mut BlockChanges,
+    offset: u64,
+    len: u64,
+    bytes: Bytes,
+) {
+    if let Bytes::Block { id, .. } = &bytes {
+        changes.add(*id, 1, signed(len));
+    }
+    inode.stored += len;
+    view.put(key::extent(view.volume, ino, offset), &record::Extent { born: view.born, len, bytes });
+}
+
+/// The runs that overlap `[from, to)` with their first bytes, at most so many, and whether there are more.
+pub(super) fn overlapping(
+    view: &View<'_>,
+    ino: Ino,
+    from: u64,
+    to: u64,
+    limit: usize,
+) -> Result<(Vec<(u64, record::Extent)>, bool)> {
+    let mut runs = Vec::new();
+    let mut more = false;
+    if from >= to {
+        return Ok((runs, false));
+    }
+    let first = key::extents(view.volume, ino);
+    let start = key::extent(view.volume, ino, from);
+    // At most one run begins before the range and reaches into it: the last one that begins before it.
+    view.scan(&first, &start, true, &mut |key, run: record::Extent| {
+        let offset = offset_of(key);
+        if offset + run.len > from {
+            runs.push((offset, run));
+        }
+        ControlFlow::Break(())
+    })?;
+    let end = match to {
+        u64::MAX => key::after(&first),
+        _ => key::extent(view.volume, ino, to),
+    };
+    view.scan(&start, &end, false, &mut |key, run: record::Extent| {
+        if runs.len() >= limit {
+            more = true;
+            return ControlFlow::Break(());
+        }
+        runs.push((offset_of(key), run));
+        ControlFlow::Continue(())
+    })?;
+    Ok((runs, more))
+}
+
+/// Removes the part of one run that lies within `[from, to)`.
+fn remove_part(
+    view: &mut View<'_>,
+    ino: Ino,
+    inode: &mut record::Inode,
+    changes: &mut BlockChanges,
+    (offset, run): (u64, record::Extent),
+    from: u64,
+    to: u64,
+) {
+    let end = offset + run.len;
+    let left = from.saturating_sub(offset).min(run.len);
+    let right = end.saturating_sub(to.max(offset)).min(run.len);
+    let removed = run.len - left - right;
+    let pieces = i64::from(left > 0) + i64::from(right > 0);
+    if let Bytes::Block { id, .. } = &run.bytes {
+        changes.add(*id, pieces - 1, -signed(removed));
+    }
+    inode.stored = inode.stored.saturating_sub(removed);
+    let at = key::extent(view.volume, ino, offset);
+    match left {
+        0 => view.delete(at),
+        _ => view.put(at, &record::Extent { born: view.born, len: left, bytes: part(&run.bytes, 0, left) }),
+    }
+    if right > 0 {
+        let skip = run.len - right;
+        let tail = record::Extent { born: view.born, len: right, bytes: part(&run.bytes, skip, right) };
+        view.put(key::extent(view.volume, ino, offset + skip), &tail);
+    }
+}
+
+/// A part of where a run's bytes are.
+pub(super) fn part(bytes: &Bytes, skip: u64, len: u64) -> Bytes {
+    match bytes {
+        // A run is no longer than its block, so the sum stays within u32.
+        Bytes::Block { id, offset } => Bytes::Block { id: *id, offset: offset + skip as u32 },
+        Bytes::Inline(bytes) => {
+            let from = (skip as usize).min(bytes.len());
+            let to = from.saturating_add(len as usize).min(bytes.len());
+            Bytes::Inline(bytes[from..to].to_vec().into())
+        }
+    }
+}
+
+fn signed(len: u64) -> i64 {
+    i64::try_from(len).unwrap_or(i64::MAX)
+}
+
+fn offset_of(key: &[u8]) -> u64 {
+    key::Parts::of(key).and_then(|parts| parts.u64_at(8)).unwrap_or(0)
+}
+
+/// Leases that content edits of a file conflict with.
+pub(super) const CONTENT: u8 = lease::ATTR | lease::READ;

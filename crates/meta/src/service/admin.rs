@@ -1,0 +1,172 @@
+//! Requests of data servers and people: heartbeats, status, sessions, checks, collection.
+
+use std::ops::ControlFlow;
+use std::time::Instant;
+
+use torchfs_proto::extent::NewBlock;
+use torchfs_proto::msg::meta::{Done, Op, StatusReport};
+use torchfs_proto::record::Block;
+use torchfs_proto::{BlockId, Code, Fault, Result, SessionId, VolumeId, key};
+
+use super::{Meta, State};
+use crate::{namespace, placement};
+
+/// Block records in one answer, and blocks in one question.
+const BLOCKS_MAX: usize = 4_096;
+
+impl Meta {
+    /// Serves what needs no session; `None` for all else.
+    pub(super) fn admin(&self, state: &mut State, op: &Op, now: Instant) -> Result<Option<Done>> {
+        let done = match op {
+            Op::OpenSession(who) => self.open_session(state, who, now)?,
+            Op::Heartbeat(beat) => {
+                let mut view = self.view(key::CLUSTER);
+                let mut counters = state.cluster.clone();
+                let policy = (self.config.redundancy, self.config.groups);
+                let cluster = self.engine.cluster();
+                let change = state.members.heard(&mut view, &mut counters, cluster, beat, policy, now)?;
+                if !view.is_clean() {
+                    self.order(state, view, now)?;
+                    state.cluster = counters;
+                }
+                let server = state.members.apply(change);
+                Done::Joined { server, cluster }
+            }
+            Op::Placement => Done::Placement(state.members.placement()),
+            Op::Status => Done::Status(self.status(state)?),
+            Op::Sessions => Done::Sessions(self.session_reports(state, now)?),
+            Op::Evict { session } => {
+                if !state.sessions.contains_key(session) {
+                    return Err(Fault::new(Code::NotFound, format!("there is no session {session}"))
+                        .next("`torchfs sessions` lists them"));
+                }
+                self.end_session(state, *session, "evicted")?;
+                Done::Ok
+            }
+            Op::Check { cursor } => self.check(state, cursor)?,
+            Op::KnownBlocks { blocks } => {
+                if blocks.len() > BLOCKS_MAX {
+                    return Err(Code::TooMany.into());
+                }
+                let mut known = Vec::new();
+                for id in blocks {
+                    for volume in state.volumes.keys() {
+                        if self.view(*volume).block(*id)?.is_some() {
+                            known.push(*id);
+                        }
+                    }
+                }
+                Done::Known(known)
+            }
+            Op::ListBlocks { after, limit } => self.list_blocks(state, *after, *limit)?,
+            Op::Collect => {
+                let mut waiting = 0;
+                for volume in state.volumes.keys() {
+                    let view = self.view(*volume);
+                    waiting += view.counters()?.dead;
+                    let ranges = key::space(*volume, key::Space::DeadRange);
+                    waiting +=
+                        view.list::<torchfs_proto::record::DeadRange>(&ranges, BLOCKS_MAX)?.len() as u64;
+                }
+                waiting += state.chores.len() as u64;
+                Done::Collected { deleted: state.deleted, waiting }
+            }
+            _ => return Ok(None),
+        };
+        Ok(Some(done))
+    }
+
+    /// Figures of a volume.
+    pub(super) fn volume_use(&self, state: &State, volume: VolumeId) -> Result<Done> {
+        let counters = self.view(volume).counters()?;
+        let (total, free) = state.members.room();
+        let meta_free = self.engine.space()?.free;
+        Ok(Done::Use(namespace::volume_use(&counters, total, free, meta_free)))
+    }
+
+    fn status(&self, state: &State) -> Result<StatusReport> {
+        let (mut inodes, mut blocks, mut bytes, mut dead) = (0, 0, 0, 0);
+        for volume in state.volumes.keys() {
+            let counters = self.view(*volume).counters()?;
+            inodes += counters.inodes;
+            blocks += counters.blocks;
+            bytes += counters.bytes;
+            dead += counters.dead;
+        }
+        let stats = self.engine.stats();
+        let servers = state.members.servers();
+        let mut warnings = Vec::new();
+        match servers.len() {
+            0 => warnings.push("no data server has joined: nothing can be written".to_string()),
+            1 => warnings.push("there is one data server: its loss is the loss of the data".to_string()),
+            _ => {}
+        }
+        for server in servers.iter().filter(|server| !server.up) {
+            warnings.push(format!("data server {} at {} is down", server.id, server.addr));
+        }
+        let space = self.engine.space()?;
+        if space.free < space.reserve {
+            warnings.push("the metadata disk is full: only deleting works".to_string());
+        }
+        if state.grace.is_some() {
+            warnings.push("the metadata service waits for sessions to report after its start".to_string());
+        }
+        Ok(StatusReport {
+            cluster: self.engine.cluster(),
+            incarnation: self.engine.incarnation(),
+            inodes,
+            blocks,
+            bytes,
+            dead,
+            sessions: state.sessions.len() as u64,
+            servers,
+            meta_bytes: stats.log_bytes + stats.replica_bytes,
+            meta_free: space.free,
+            placement: state.members.version(),
+            redundancy: placement::shown(state.members.scheme()),
+            warnings,
+            volumes: state.volumes.values().map(|volume| volume.name.clone()).collect(),
+        })
+    }
+
+    fn list_blocks(&self, state: &State, after: Option<BlockId>, limit: u32) -> Result<Done> {
+        let limit = (limit as usize).clamp(1, BLOCKS_MAX);
+        let mut blocks: Vec<NewBlock> = Vec::new();
+        let mut end = true;
+        for volume in state.volumes.keys() {
+            let view = self.view(*volume);
+            let space = key::space(*volume, key::Space::Block);
+            let mut from = after.map_or(space.clone(), |id| key::block(*volume, id));
+            if after.is_some() {
+                from.push(0);
+            }
+            let mut taken = 0;
+            view.scan(&from, &key::after(&space), false, &mut |at, block: Block| {
+                if taken == limit {
+                    end = false;
+                    return ControlFlow::Break(());
+                }
+                taken += 1;
+                if let Some(id) = key::Parts::of(at).and_then(|parts| parts.block_at(0)) {
+                    blocks.push(NewBlock {
+                        id,
+                        len: block.len,
+                        layout: block.layout,
+                        substitutes: block.substitutes.unwrap_or_default(),
+                        stored: block.stored,
+                    });
+                }
+                ControlFlow::Continue(())
+            })?;
+        }
+        blocks.sort_by_key(|block| block.id);
+        end &= blocks.len() <= limit;
+        blocks.truncate(limit);
+        Ok(Done::Blocks { blocks, end })
+    }
+
+    /// The sessions there are, for tests and pages.
+    pub fn session_ids(&self) -> Vec<SessionId> {
+        self.state.lock().sessions.keys().copied().collect()
+    }
+}

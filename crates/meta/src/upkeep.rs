@@ -1,0 +1,158 @@
+//! Upkeep: what time brings. Sessions that end, servers that fall silent, waits that are over, and work in bounded pieces.
+//!
+//! # Invariants
+//! - One piece of work is one batch under one short hold of the lock; requests go in between.
+//! - Whatever is left undone is found again after a restart.
+
+use std::time::{Duration, Instant};
+
+use torchfs_proto::record::Orphan;
+use torchfs_proto::{Ino, Result, SessionId, key};
+
+use crate::metrics;
+use crate::namespace::{self, Decision};
+use crate::service::{Chore, Meta, State};
+
+/// Orphans that one sweep looks at.
+const SWEEP_MAX: usize = 256;
+
+impl Meta {
+    /// Looks for what has become due. Call every `tick_ms`, from one thread.
+    pub fn tick(&self) {
+        let now = self.clock.now();
+        {
+            let mut state = self.state.lock();
+            let state = &mut *state;
+            state.signals.expire(now);
+            state.rests.durable(self.engine.durable());
+            self.end_silent_sessions(state, now);
+            self.mark_silent_servers(state, now);
+            metrics::upkeep(state.sessions.len(), state.chores.len());
+        }
+        self.run_chores(64);
+    }
+
+    /// Does at most so many pieces of work; answers how many are left.
+    pub fn run_chores(&self, most: usize) -> usize {
+        for _ in 0..most {
+            let mut state = self.state.lock();
+            let state = &mut *state;
+            let Some(chore) = state.chores.pop_front() else { return 0 };
+            match self.chore(state, chore) {
+                Ok(again) => state.chores.extend(again),
+                Err(fault) => {
+                    // The disk may be full or gone for a while; the work is not lost.
+                    tracing::warn!("upkeep is held up: {fault}");
+                    state.chores.push_back(chore);
+                    return state.chores.len();
+                }
+            }
+        }
+        self.state.lock().chores.len()
+    }
+
+    /// Stops serving: everything that waits is answered.
+    pub fn stop(&self) {
+        let mut state = self.state.lock();
+        state.stopped = true;
+        state.signals.wake_all();
+    }
+
+    fn end_silent_sessions(&self, state: &mut State, now: Instant) {
+        let term = self.config.session_term();
+        let silent: Vec<SessionId> =
+            state.sessions.iter().filter(|(_, s)| now >= s.renewed + term).map(|(id, _)| *id).collect();
+        for id in silent {
+            if let Err(fault) = self.end_session(state, id, "it was not renewed") {
+                tracing::warn!(session = id.0, "a session cannot be ended: {fault}");
+            }
+        }
+    }
+
+    fn mark_silent_servers(&self, state: &mut State, now: Instant) {
+        let timeout = Duration::from_millis(u64::from(self.config.server_timeout_ms));
+        loop {
+            let mut view = self.view(key::CLUSTER);
+            let mut counters = state.cluster.clone();
+            let Some(change) = state.members.silent(&mut view, &mut counters, timeout, now) else { return };
+            view.frees = true;
+            if let Err(fault) = self.order(state, view, now) {
+                tracing::warn!("a silent server cannot be noted: {fault}");
+                return;
+            }
+            state.cluster = counters;
+            let server = state.members.apply(change);
+            tracing::warn!(server = server.0, "a data server is silent and counts as down");
+        }
+    }
+
+    /// One piece of work; answers what is left of it.
+    fn chore(&self, state: &mut State, chore: Chore) -> Result<Option<Chore>> {
+        let now = self.clock.now();
+        match chore {
+            Chore::Reap(node) => {
+                let mut view = self.view(node.0);
+                let done = namespace::remove_orphan(&mut view, node.1, self.config.trim_extents)?;
+                if !view.is_clean() {
+                    self.order(state, view, now)?;
+                    if done {
+                        state.leases.gone(node);
+                    }
+                }
+                Ok((!done).then_some(chore))
+            }
+            Chore::Trim(node) => {
+                let mut view = self.view(node.0);
+                if view.get::<u64>(&key::cut(node.0, node.1))?.is_none() {
+                    return Ok(None);
+                }
+                let done = namespace::trim(&mut view, node.1, self.config.trim_extents)?;
+                self.order(state, view, now)?;
+                Ok((!done).then_some(chore))
+            }
+            Chore::Sweep(volume, after) => {
+                let mut view = self.view(volume);
+                let mut from = key::orphan(volume, after);
+                from.push(0);
+                let to = key::after(&key::space(volume, key::Space::Orphan));
+                let mut found: Vec<(Ino, Orphan)> = Vec::new();
+                view.scan(&from, &to, false, &mut |at, orphan: Orphan| {
+                    if let Some(ino) = key::Parts::of(at).and_then(|parts| parts.u64_at(0)) {
+                        found.push((Ino(ino), orphan));
+                    }
+                    match found.len() >= SWEEP_MAX {
+                        true => std::ops::ControlFlow::Break(()),
+                        false => std::ops::ControlFlow::Continue(()),
+                    }
+                })?;
+                let last = found.last().map(|(ino, _)| *ino).filter(|_| found.len() >= SWEEP_MAX);
+                let mut decision = Decision::new(torchfs_proto::msg::meta::Done::Ok);
+                for (ino, orphan) in found {
+                    if orphan.sessions.is_empty() {
+                        state.chores.push_back(Chore::Reap((volume, ino)));
+                    }
+                    for holder in orphan.sessions {
+                        if !state.sessions.contains_key(&holder) {
+                            namespace::leave(
+                                &mut view,
+                                holder,
+                                ino,
+                                self.config.trim_extents,
+                                &mut decision,
+                            )?;
+                        }
+                    }
+                }
+                if !view.is_clean() {
+                    view.frees = true;
+                    self.order(state, view, now)?;
+                    for ino in decision.gone {
+                        state.leases.gone((volume, ino));
+                    }
+                    state.chores.extend(decision.upkeep.into_iter().map(|ino| Chore::Reap((volume, ino))));
+                }
+                Ok(last.map(|ino| Chore::Sweep(volume, ino)))
+            }
+        }
+    }
+}

@@ -1,0 +1,4 @@
+//! The metadata service in one process, over the embedded engine on a simulated disk, with a clock of its own.
+
+mod namespace;
+mod world;
