@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 use torchfs_proto::Ino;
 use torchfs_proto::msg::meta::{Grant, lease};
 
+/// Bits that concern content: a session has one of them at a time.
+const DATA: u8 = lease::READ | lease::WRITE | lease::SHARED;
 /// Bits whose grant number a commit carries.
 const WRITING: u8 = lease::WRITE | lease::SHARED;
 
@@ -43,6 +45,8 @@ struct Held {
     returning: u8,
     /// The newest grant of any bit.
     newest: u64,
+    /// The newest grant of READ, WRITE or SHARED.
+    data: u64,
     /// The newest grant of WRITE or SHARED.
     writing: u64,
 }
@@ -107,13 +111,17 @@ impl Leases {
                 continue;
             }
             let held = self.held.entry(grant.ino).or_default();
-            held.bits |= grant.bits;
+            held.bits |= grant.bits & !DATA;
             held.newest = held.newest.max(grant.number);
-            if grant.bits & WRITING != 0 && grant.number >= held.writing {
-                // The service grants either WRITE or SHARED; the newer one replaces the other.
-                held.bits = (held.bits & !WRITING) | (grant.bits & WRITING);
-                held.writing = grant.number;
-                held.returning = 0;
+            if grant.bits & DATA != 0 && grant.number >= held.data {
+                // The service grants READ, WRITE or SHARED; the newer one replaces the others, there and here. A READ that
+                // stayed behind would outlive the recall of the WRITE that took its place.
+                held.bits = (held.bits & !DATA) | (grant.bits & DATA);
+                held.data = grant.number;
+                if grant.bits & WRITING != 0 {
+                    held.writing = grant.number;
+                    held.returning = 0;
+                }
             }
         }
     }
@@ -174,9 +182,9 @@ impl Leases {
     pub fn restore(&mut self, epoch: u32, held: Vec<(Ino, u8, u64)>) {
         if epoch == self.epoch && self.voiding == 0 {
             let held = held.into_iter();
-            self.held.extend(
-                held.map(|(ino, bits, writing)| (ino, Held { bits, returning: 0, newest: writing, writing })),
-            );
+            self.held.extend(held.map(|(ino, bits, writing)| {
+                (ino, Held { bits, returning: 0, newest: writing, data: writing, writing })
+            }));
         }
     }
 
@@ -383,6 +391,19 @@ mod tests {
         assert_eq!(leases.holds(INO, lease::WRITE, now), None);
         assert!(leases.holds(INO, lease::SHARED, now).is_some());
         assert_eq!(leases.writing(INO), 6);
+    }
+
+    #[test]
+    fn a_recalled_write_leaves_no_older_read_behind() {
+        let now = Instant::now();
+        let mut leases = leases(now);
+        leases.grant(1, &[grant(INO, lease::READ, 5)]);
+        leases.grant(1, &[grant(INO, lease::WRITE, 6)]);
+        leases.grant(1, &[grant(INO, lease::READ, 5)]);
+        assert_eq!(leases.holds(INO, lease::READ, now), None);
+        assert!(leases.holds(INO, lease::WRITE, now).is_some());
+        leases.recall(INO, lease::WRITE, 6);
+        assert_eq!(leases.holds(INO, lease::READ, now), None);
     }
 
     #[test]
