@@ -13,6 +13,8 @@
 
 mod error;
 mod metrics;
+pub mod server;
 pub mod store;
 
 pub use error::{Error, Result};
+pub use server::BlockServer;

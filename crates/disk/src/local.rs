@@ -16,9 +16,9 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use torchfs_proto::disk::{Advice, Disk, DiskFile, Space};
 
@@ -96,7 +96,7 @@ impl Disk for LocalDisk {
             .write(true)
             .open(&path)
             .map_err(|e| named(&path, "cannot open", e))?;
-        Ok(Arc::new(LocalFile { file }))
+        Ok(Arc::new(LocalFile { file, direct: OnceLock::new() }))
     }
 
     fn create(&self, name: &str) -> io::Result<Arc<dyn DiskFile>> {
@@ -107,7 +107,7 @@ impl Disk for LocalDisk {
             .create_new(true)
             .open(&path)
             .map_err(|e| named(&path, "cannot create", e))?;
-        Ok(Arc::new(LocalFile { file }))
+        Ok(Arc::new(LocalFile { file, direct: OnceLock::new() }))
     }
 
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
@@ -161,6 +161,19 @@ impl Disk for LocalDisk {
 #[derive(Debug)]
 struct LocalFile {
     file: File,
+    /// The same file for I/O around the page cache, opened when first wanted; `None` where that is not possible.
+    direct: OnceLock<Option<File>>,
+}
+
+impl LocalFile {
+    fn direct(&self) -> Option<&File> {
+        let open = || {
+            // The name may have changed since; the descriptor knows the file.
+            let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+            OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(path).ok()
+        };
+        self.direct.get_or_init(open).as_ref()
+    }
 }
 
 impl DiskFile for LocalFile {
@@ -177,27 +190,35 @@ impl DiskFile for LocalFile {
         Ok(done)
     }
 
+    fn read_at_once(&self, buf: &mut [u8], offset: u64) -> io::Result<bool> {
+        match preadv_nowait(&self.file, buf, offset) {
+            Ok(n) => Ok(n == buf.len()),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(false),
+            // Some file systems cannot tell; they wait.
+            Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) => {
+                Ok(self.read_at(buf, offset)? == buf.len())
+            }
+            Err(e) => Err(e),
+        }
+    }
+
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
         self.file.write_all_at(bytes, offset)
     }
 
-    fn write_vectored_at(&self, parts: &[&[u8]], mut offset: u64) -> io::Result<()> {
-        for some in parts.chunks(PARTS_MAX) {
-            let wanted: usize = some.iter().map(|part| part.len()).sum();
-            let mut done = pwritev(&self.file, some, offset)?;
-            // A short write is rare: finish part by part.
-            if done < wanted {
-                let mut at = offset;
-                for part in some {
-                    let skip = done.min(part.len());
-                    done -= skip;
-                    self.file.write_all_at(&part[skip..], at + skip as u64)?;
-                    at += part.len() as u64;
-                }
-            }
-            offset += wanted as u64;
+    fn write_direct_at(&self, parts: &[&[u8]], offset: u64) -> io::Result<()> {
+        let Some(direct) = self.direct() else {
+            return self.write_vectored_at(parts, offset);
+        };
+        match write_parts(direct, parts, offset) {
+            // The file system wants another alignment, or none of it.
+            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => self.write_vectored_at(parts, offset),
+            other => other,
         }
-        Ok(())
+    }
+
+    fn write_vectored_at(&self, parts: &[&[u8]], offset: u64) -> io::Result<()> {
+        write_parts(&self.file, parts, offset)
     }
 
     fn sync(&self) -> io::Result<()> {
@@ -252,6 +273,35 @@ impl DiskFile for LocalFile {
 
 /// How many parts one pwritev takes (IOV_MAX of Linux).
 const PARTS_MAX: usize = 1024;
+
+/// Writes all parts, in as few calls as can be.
+fn write_parts(file: &File, parts: &[&[u8]], mut offset: u64) -> io::Result<()> {
+    for some in parts.chunks(PARTS_MAX) {
+        let wanted: usize = some.iter().map(|part| part.len()).sum();
+        let mut done = pwritev(file, some, offset)?;
+        // A short write is rare: finish part by part.
+        if done < wanted {
+            let mut at = offset;
+            for part in some {
+                let skip = done.min(part.len());
+                done -= skip;
+                file.write_all_at(&part[skip..], at + skip as u64)?;
+                at += part.len() as u64;
+            }
+        }
+        offset += wanted as u64;
+    }
+    Ok(())
+}
+
+/// One read that fails with `WouldBlock` rather than wait for the disk; may be short.
+fn preadv_nowait(file: &File, buf: &mut [u8], at: u64) -> io::Result<usize> {
+    let vector = libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() };
+    let at = offset(at)?;
+    // SAFETY: the one vector describes the borrowed buffer, which outlives the call.
+    let n = unsafe { libc::preadv2(file.as_raw_fd(), &vector, 1, at, libc::RWF_NOWAIT) };
+    if n < 0 { Err(io::Error::last_os_error()) } else { Ok(n as usize) }
+}
 
 /// One pwritev; returns how many bytes went out.
 fn pwritev(file: &File, parts: &[&[u8]], at: u64) -> io::Result<usize> {
@@ -338,6 +388,31 @@ mod tests {
         assert_eq!(file.read_at(&mut buf, 9_992).unwrap(), 8);
         assert_eq!(buf[..8], [0; 8]);
         file.advise(0, 10_000, Advice::DontNeed);
+    }
+
+    #[test]
+    fn direct_writes_are_seen_by_reads() {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = LocalDisk::open(dir.path()).unwrap();
+        let file = disk.create("x").unwrap();
+        file.preallocate(1 << 20).unwrap();
+        let memory = vec![7u8; 3 * 4096 + 4096];
+        let start = memory.as_ptr().align_offset(4096);
+        let aligned = &memory[start..start + 2 * 4096];
+        file.write_direct_at(&[aligned, &aligned[..4096]], 4096).unwrap();
+        file.write_direct_at(&[&memory[1..100]], 100_000).unwrap();
+        let mut back = vec![0; 5 * 4096];
+        file.read_at(&mut back, 0).unwrap();
+        assert_eq!(back[..4096], [0; 4096]);
+        assert!(back[4096..4 * 4096].iter().all(|byte| *byte == 7));
+        assert_eq!(back[4 * 4096..], [0; 4096]);
+        let mut again = vec![0; back.len()];
+        if file.read_at_once(&mut again, 0).unwrap() {
+            assert_eq!(again, back);
+        }
+        assert!(!file.read_at_once(&mut back, (1 << 20) - 4096).unwrap(), "the file ends within");
+        file.read_at(&mut back[..99], 100_000).unwrap();
+        assert_eq!(back[..99], [7; 99]);
     }
 
     #[test]

@@ -45,6 +45,11 @@ pub trait DiskFile: Send + Sync {
     /// Reads until the buffer is full or the file ends; returns how many bytes were read.
     fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize>;
 
+    /// Fills the buffer if that needs no wait for the disk; whether it did. A disk that cannot tell reads.
+    fn read_at_once(&self, buf: &mut [u8], offset: u64) -> io::Result<bool> {
+        Ok(self.read_at(buf, offset)? == buf.len())
+    }
+
     /// Writes all bytes.
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
 
@@ -55,6 +60,12 @@ pub trait DiskFile: Send + Sync {
             offset += part.len() as u64;
         }
         Ok(())
+    }
+
+    /// The same around the page cache, where the disk can: for bytes that are not read soon. The offset, and every part in
+    /// memory and length, are multiples of 4 KiB.
+    fn write_direct_at(&self, parts: &[&[u8]], offset: u64) -> io::Result<()> {
+        self.write_vectored_at(parts, offset)
     }
 
     /// Makes all completed writes and the size durable (fdatasync).

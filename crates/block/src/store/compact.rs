@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 
-use bytes::Bytes;
+use torchfs_rpc::AlignedBuf;
 
 use super::format::{MAX_TOMBS, Tomb, Use, What};
 use super::index::{Key, Segment};
@@ -141,7 +141,7 @@ impl Writer {
                     .and_then(|entry| Some((*entry, index.segments.get(&from.victim)?.file.file.clone())));
                 drop(index);
                 let Some((entry, file)) = here else { return Ok(0) };
-                let mut payload = vec![0; entry.payload as usize];
+                let mut payload = AlignedBuf::with_len(entry.payload as usize);
                 let got = file
                     .read_at(&mut payload, entry.span().payload)
                     .map_err(|e| self.shared.io("read a piece", e))?;
@@ -150,7 +150,7 @@ impl Writer {
                 }
                 let what = What::Piece(piece);
                 self.make_room(batch, &what, Purpose::MakeSpace)?;
-                batch.push(what, vec![Bytes::from(payload)]);
+                batch.push(what, vec![payload.into_bytes()]);
                 Ok(entry.footprint())
             }
             What::Tombs(tombs) => {

@@ -295,6 +295,10 @@ impl DiskFile for Held {
         self.file.read_at(buf, offset)
     }
 
+    fn read_at_once(&self, buf: &mut [u8], offset: u64) -> io::Result<bool> {
+        self.file.read_at_once(buf, offset)
+    }
+
     fn write_at(&self, _: &[u8], _: u64) -> io::Result<()> {
         Err(io::ErrorKind::PermissionDenied.into())
     }

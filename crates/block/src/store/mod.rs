@@ -39,6 +39,7 @@ use torchfs_proto::chunk::{ChunkInfo, MAX_CHUNKS};
 use torchfs_proto::disk::Disk;
 use torchfs_proto::{BlockId, ClusterId, IdRange, LayoutId, ServerId};
 
+pub(crate) use read::check_chunks;
 pub use read::{Body, Found, Stat};
 
 use crate::{Error, Result};

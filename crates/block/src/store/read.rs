@@ -12,6 +12,7 @@ use torchfs_proto::chunk::ChunkInfo;
 use torchfs_proto::disk::DiskFile;
 use torchfs_proto::msg::block::PieceInfo;
 use torchfs_proto::{BlockId, LayoutId};
+use torchfs_rpc::AlignedBuf;
 
 use super::format::{Record, Refused, What};
 use super::index::{Entry, Held, Key};
@@ -20,6 +21,25 @@ use crate::{Error, Result, metrics as names};
 
 /// A record up to this length is read in one go, whatever part of it is wanted.
 const SMALL: u64 = 80 << 10;
+
+const ENDS_EARLY: &str = "the segment's file ends early";
+
+/// A piece that is about to be read.
+struct Wanted {
+    block: BlockId,
+    piece: u8,
+    entry: Entry,
+    file: Arc<Held>,
+}
+
+impl Wanted {
+    /// How many bytes are read at first: all of a small record, the header of a large one.
+    fn head(&self) -> usize {
+        let span = self.entry.span();
+        let whole = span.end - self.entry.offset();
+        if whole <= SMALL { whole as usize } else { span.header }
+    }
+}
 
 /// Chunks of a stored piece.
 pub struct Found {
@@ -64,25 +84,69 @@ pub struct Stat {
 }
 
 impl Store {
-    /// Chunks `range` of a piece, counted within the piece and cut at its end.
+    /// Chunks `range` of a piece, counted within the piece and cut at its end; the bytes of a large piece stay in the file.
     pub fn get(&self, block: BlockId, piece: u8, range: Range<u32>) -> Result<Found> {
+        let wanted = self.wanted(block, piece)?;
+        let mut head = AlignedBuf::with_len(wanted.head());
+        let got = self.read(&wanted.file, &mut head, wanted.entry.offset())?;
+        head.truncate(got);
+        self.found(wanted, head, range)
+    }
+
+    /// [`Store::get`] if that needs no wait for the disk, else `None`.
+    pub fn get_now(&self, block: BlockId, piece: u8, range: Range<u32>) -> Result<Option<Found>> {
+        let wanted = self.wanted(block, piece)?;
+        let mut head = AlignedBuf::with_len(wanted.head());
+        let offset = wanted.entry.offset();
+        if !wanted.file.read_at_once(&mut head, offset).map_err(|e| self.shared.io("read a piece", e))? {
+            return Ok(None);
+        }
+        self.found(wanted, head, range).map(Some)
+    }
+
+    /// [`Store::get`] with all bytes in memory, read in one go where that is sensible.
+    pub fn load(&self, block: BlockId, piece: u8, range: Range<u32>) -> Result<Found> {
+        let wanted = self.wanted(block, piece)?;
+        let (entry, span) = (wanted.entry, wanted.entry.span());
+        let all = range.start == 0 && range.end >= u32::from(entry.chunks);
+        if all && wanted.head() == span.header {
+            let mut whole = AlignedBuf::with_len((span.end - entry.offset()) as usize);
+            let got = self.read(&wanted.file, &mut whole, entry.offset())?;
+            whole.truncate(got);
+            return self.found(wanted, whole, range);
+        }
+        let mut found = self.get(block, piece, range)?;
+        if let Body::File { file, offset, len } = found.body {
+            let mut bytes = AlignedBuf::with_len(len as usize);
+            let got = file.read_at(&mut bytes, offset).map_err(|e| self.shared.io("read a piece", e))?;
+            if got < bytes.len() {
+                return Err(self.shared.corrupt(block, piece, ENDS_EARLY.to_owned()));
+            }
+            found.body = Body::Memory(bytes.into_bytes());
+        }
+        Ok(found)
+    }
+
+    fn wanted(&self, block: BlockId, piece: u8) -> Result<Wanted> {
         let (entry, file) = self.shared.find(block, piece)?;
+        Ok(Wanted { block, piece, entry, file })
+    }
+
+    /// Makes the answer from the head of a record: its header alone or all of it.
+    fn found(&self, wanted: Wanted, head: AlignedBuf, range: Range<u32>) -> Result<Found> {
+        let Wanted { block, piece, entry, file } = wanted;
         let span = entry.span();
-        let whole = span.end - entry.offset();
-        let read = if whole <= SMALL { whole as usize } else { span.header };
-        let mut bytes = vec![0; read];
-        let got = self.read(&file, &mut bytes, entry.offset())?;
-        let header = self.header(block, piece, &entry, &file, bytes.get(..span.header.min(got)))?;
+        let header = self.header(block, piece, &entry, &file, head.get(..span.header))?;
         let end = (range.end as usize).min(header.chunks.len());
         let range = (range.start as usize).min(end)..end;
         let within = torchfs_codec::stored_range(&header.chunks, range.clone());
-        let body = if whole <= SMALL {
+        let body = if head.len() > span.header {
             let from = (span.payload - entry.offset()) as usize;
-            let wanted = from + within.start as usize..from + within.end as usize;
-            if wanted.end > got {
-                return Err(self.shared.corrupt(block, piece, "the segment's file ends early".to_owned()));
+            let here = from + within.start as usize..from + within.end as usize;
+            if here.end > head.len() {
+                return Err(self.shared.corrupt(block, piece, ENDS_EARLY.to_owned()));
             }
-            Body::Memory(Bytes::from(bytes).slice(wanted))
+            Body::Memory(head.into_bytes().slice(here))
         } else {
             Body::File { file, offset: span.payload + within.start, len: within.end - within.start }
         };
@@ -96,8 +160,9 @@ impl Store {
         let span = entry.span();
         let mut bytes = vec![0; (span.end - entry.offset()) as usize];
         let got = self.read(&file, &mut bytes, entry.offset())?;
-        let header = self.header(block, piece, &entry, &file, bytes.get(..span.header.min(got)))?;
-        let payload = &bytes[(span.payload - entry.offset()) as usize..];
+        bytes.truncate(got);
+        let header = self.header(block, piece, &entry, &file, bytes.get(..span.header))?;
+        let payload = bytes.get((span.payload - entry.offset()) as usize..).unwrap_or_default();
         check_chunks(block, header.first, &header.chunks, payload)
             .map_err(|error| self.shared.corrupt(block, piece, error.to_string()))?;
         Ok(payload.len() as u64)
@@ -180,7 +245,7 @@ impl Shared {
 }
 
 /// Checks stored bytes against their chunks.
-pub(super) fn check_chunks(
+pub(crate) fn check_chunks(
     block: BlockId,
     first: u32,
     chunks: &[ChunkInfo],

@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use torchfs_proto::disk::DiskFile;
+use torchfs_rpc::AlignedBuf;
 
 use super::compact::Emptying;
 use super::format::{DATA, GRAIN, MAX_TOMBS, PAGE, PieceHeader, Record, SegmentHeader, Tomb, Use, What};
@@ -21,6 +22,11 @@ use crate::{Error, Result, metrics as names};
 /// need no commit of the file system's journal for the extents. For larger batches that commit does not matter.
 const SMALL_BATCH: u64 = 256 << 10;
 const ZERO_AHEAD: u64 = 4 << 20;
+
+/// Batches of this length or more are written around the page cache: a copy and the page cache's work are saved.
+const DIRECT_MIN: usize = 128 << 10;
+/// Shorter parts are rather copied together.
+const AS_IS_MIN: usize = 32 << 10;
 
 static ZEROS: [u8; PAGE as usize] = [0; PAGE as usize];
 
@@ -463,6 +469,42 @@ pub(super) fn segment_name(number: u32) -> String {
     format!("segment-{number:08}")
 }
 
+/// Writes parts one after the other; a large row goes around the page cache. Parts that lie right for that, such as
+/// payloads as they came from the network, are not copied.
 fn write_parts(file: &dyn DiskFile, parts: &[&[u8]], at: u64) -> io::Result<()> {
-    file.write_vectored_at(parts, at)
+    let total: usize = parts.iter().map(|part| part.len()).sum();
+    if total < DIRECT_MIN {
+        return file.write_vectored_at(parts, at);
+    }
+    // The head of a part that goes out from where it is. Whatever lies before it is a whole number of pages, too.
+    let as_is = |part: &[u8], at: usize| {
+        let right = at.is_multiple_of(PAGE as usize) && part.as_ptr().addr().is_multiple_of(PAGE as usize);
+        if right && part.len() >= AS_IS_MIN { part.len() - part.len() % PAGE as usize } else { 0 }
+    };
+    let mut at_part = 0;
+    let mut copied = 0;
+    for part in parts {
+        copied += part.len() - as_is(part, at_part);
+        at_part += part.len();
+    }
+    let mut buffer = AlignedBuf::with_len(copied);
+    let mut plan = Vec::new();
+    let (mut at_part, mut filled, mut from) = (0, 0, 0);
+    for part in parts {
+        let (head, rest) = part.split_at(as_is(part, at_part));
+        if !head.is_empty() {
+            plan.push((from..filled, head));
+            from = filled;
+        }
+        buffer[filled..filled + rest.len()].copy_from_slice(rest);
+        filled += rest.len();
+        at_part += part.len();
+    }
+    let mut aligned: Vec<&[u8]> = Vec::with_capacity(2 * plan.len() + 1);
+    for (before, head) in plan {
+        aligned.extend([&buffer[before], head]);
+    }
+    aligned.push(&buffer[from..]);
+    aligned.retain(|part| !part.is_empty());
+    file.write_direct_at(&aligned, at)
 }
