@@ -295,6 +295,7 @@ impl Conn {
             if !budget.try_take(amount) {
                 self.server.metrics.paused.increment(1);
                 self.paused.store(true, Ordering::Release);
+                self.out.wake();
                 self.out.uncork();
                 budget.take(amount).await;
                 self.out.cork();
@@ -519,6 +520,7 @@ async fn keep(conn: Arc<Conn>) {
     let config = &conn.server.config;
     let mut written = conn.out.written();
     let mut progress = Instant::now();
+    let mut pong_at = Instant::now();
     while !conn.out.is_closed() {
         conn.out.send_burst().await;
         let now = Instant::now();
@@ -526,8 +528,8 @@ async fn keep(conn: Arc<Conn>) {
         if !blocked || conn.out.written() != written {
             (written, progress) = (conn.out.written(), now);
         }
-        let heard = if conn.paused.load(Ordering::Acquire) { now } else { conn.heard.last() };
-        let silent_at = heard + config.silence_max;
+        let paused = conn.paused.load(Ordering::Acquire);
+        let silent_at = if paused { now } else { conn.heard.last() } + config.silence_max;
         let stalled_at = progress + config.stall_timeout;
         if now >= silent_at || (blocked && now >= stalled_at) {
             conn.server.metrics.stalled.increment(1);
@@ -535,12 +537,22 @@ async fn keep(conn: Arc<Conn>) {
             conn.out.close();
             return;
         }
+        if paused && !blocked && now >= pong_at {
+            // The caller's pings are not read now; this tells it that the connection is only held back.
+            pong_at = now + config.ping_every;
+            let pong = Header { flags: PONG, ..Header::bare(Kind::Ping, 0) };
+            conn.out.send(Frame::new(pong, Bytes::new(), Default::default(), true, None));
+        }
         trim_pool();
+        let mut wake_at = silent_at.min(stalled_at);
+        if paused && !blocked {
+            wake_at = wake_at.min(pong_at);
+        }
         let writable = async { if blocked { conn.out.writable().await } else { pending().await } };
         tokio::select! {
             _ = conn.out.wanted() => {}
             _ = writable => conn.out.pump(),
-            _ = sleep_until(silent_at.min(stalled_at).into()) => {}
+            _ = sleep_until(wake_at.into()) => {}
         }
     }
 }

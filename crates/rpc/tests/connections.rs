@@ -205,6 +205,25 @@ async fn a_silent_server_is_given_up() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_holds_a_connection_back_is_not_taken_for_dead() {
+    let server = Config { requests_max: 1, ping_every: Duration::from_millis(20), ..Config::default() };
+    let client = Config {
+        ping_every: Duration::from_millis(50),
+        silence_max: Duration::from_secs(2),
+        ..Config::default()
+    };
+    let world = World::with(Over::Tcp, server, client).await;
+    let first = tokio::spawn(world.connection.call(call(GATE, "")));
+    until("the first runs", || world.zoo.running.load(Ordering::SeqCst) == 1).await;
+    let second = tokio::spawn(world.connection.call(call(GATE, "")));
+    // Longer than the silence that would end the connection; pings are not read all the while.
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    world.zoo.open_gate(2);
+    first.await.expect("no panic").expect("an answer");
+    second.await.expect("no panic").expect("an answer");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn shutdown_lets_requests_in_flight_finish() {
     let mut world =
         World::with(Over::Tcp, Config { grace: LONG, ..Config::default() }, Config::default()).await;
