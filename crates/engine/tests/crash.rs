@@ -59,7 +59,7 @@ fn callers_on_many_threads_keep_what_they_were_told() {
             Embedded::open_with(Arc::new(disk.clone()), Box::new(replica.clone()), config.clone()).unwrap()
         };
         let engine = open(&disk, &replica);
-        disk.power_off_after(50 + seed * 10);
+        disk.power_off_after(50 + seed % 40 * 10);
         let ordered = Mutex::new(BTreeMap::new());
         let told = AtomicU64::new(0);
         std::thread::scope(|scope| {

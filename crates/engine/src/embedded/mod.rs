@@ -368,49 +368,45 @@ impl Engine for Embedded {
     }
 }
 
-/// Why a batch cannot be ordered now.
-enum Busy {
-    /// The queue, the overlay or the log is full.
-    Full,
-    /// Before more is taken, the overlay must go into the replica while its space is sure.
-    Tight,
-}
-
 impl Inner {
     /// Waits until the batch fits into the queue, the overlay and the log, and keeps to the reserve.
     fn wait_for_room(&self, record: &Record) -> Result<()> {
-        let Some(_) = self.busy(record)? else { return Ok(()) };
+        if !self.is_busy(record)? {
+            return Ok(());
+        }
         let started = Instant::now();
         let deadline = started + self.config.stall_timeout;
-        let mut rounds = 0;
+        let mut tried = false;
         loop {
             self.durable.check()?;
-            match self.busy(record)? {
-                None => {
-                    metrics::stalled(started.elapsed());
-                    return Ok(());
+            if !self.is_busy(record)? {
+                metrics::stalled(started.elapsed());
+                return Ok(());
+            }
+            if self.config.threads {
+                if Instant::now() >= deadline {
+                    return Err(Error::Stalled { timeout: self.config.stall_timeout });
                 }
-                Some(_) if self.config.threads => {
-                    if Instant::now() >= deadline {
-                        return Err(Error::Stalled { timeout: self.config.stall_timeout });
-                    }
-                    self.queue.hurry(Seq(u64::MAX));
-                    self.chores.want_checkpoint();
-                    let mut guard = self.room.0.lock();
-                    self.room.1.wait_for(&mut guard, Duration::from_millis(20));
-                }
-                // Without threads one checkpoint makes all the room there is.
-                Some(_) if rounds > 0 => return Err(Error::Stalled { timeout: Duration::ZERO }),
-                Some(_) => match self.checkpoint() {
-                    Ok(_) => rounds += 1,
-                    Err(e) if e.is_space() => return Err(self.no_space()?),
-                    Err(e) => return Err(e),
-                },
+                self.queue.hurry(Seq(u64::MAX));
+                self.chores.want_checkpoint();
+                let mut guard = self.room.0.lock();
+                self.room.1.wait_for(&mut guard, Duration::from_millis(20));
+                continue;
+            }
+            // Without threads one checkpoint makes all the room there is.
+            if std::mem::replace(&mut tried, true) {
+                return Err(Error::Stalled { timeout: Duration::ZERO });
+            }
+            match self.checkpoint() {
+                Err(e) if e.is_space() => return Err(self.no_space()?),
+                done => drop(done?),
             }
         }
     }
 
-    fn busy(&self, record: &Record) -> Result<Option<Busy>> {
+    /// Whether the batch has to wait: the queue, the overlay or the log is full, or the overlay must go into the replica
+    /// first, while its space is sure.
+    fn is_busy(&self, record: &Record) -> Result<bool> {
         self.durable.check()?;
         if !self.config.threads && self.chores.replica_is_full() {
             // Nobody else tries again; that it still lacks space shows in the flag.
@@ -427,11 +423,8 @@ impl Inner {
             // No checkpoint can make room: waiting would be in vain.
             return Err(self.no_space()?);
         }
-        if full {
-            return Ok(Some(Busy::Full));
-        }
-        if record.frees {
-            return Ok(None);
+        if full || record.frees {
+            return Ok(full);
         }
         let space = self.look_at_space(self.config.space_interval)?;
         if space.free < space.reserve || self.chores.replica_is_full() {
@@ -442,8 +435,7 @@ impl Inner {
             }
         }
         // What is in the overlay still has to find its place, in the worst case a page per key.
-        let tight = dirty_keys > 0 && space.free < space.reserve + dirty_keys * PAGE_PER_KEY;
-        Ok(tight.then_some(Busy::Tight))
+        Ok(dirty_keys > 0 && space.free < space.reserve + dirty_keys * PAGE_PER_KEY)
     }
 
     /// Whether the log takes this record beside everything queued without using a segment again.
