@@ -12,6 +12,7 @@
 mod config;
 mod error;
 pub mod fuse;
+mod fusermount;
 mod metrics;
 pub mod mount;
 mod mounted;

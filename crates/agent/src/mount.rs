@@ -17,8 +17,8 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use crate::Error;
 use crate::fuse::Device;
+use crate::{Error, fusermount};
 
 /// The type the kernel shows for our mounts.
 pub const FS_TYPE: &str = "fuse.torchfs";
@@ -69,6 +69,19 @@ impl MountOptions {
         pairs.into_iter().filter(|(on, _)| *on).fold(0, |flags, (_, flag)| flags | flag)
     }
 
+    /// The same as words for `fusermount3`, which adds nosuid and nodev itself and allows no other users by default.
+    fn words(&self) -> String {
+        let source = self.source.replace('\\', "\\\\").replace(',', "\\,");
+        let mut words =
+            format!("fsname={source},subtype=torchfs,default_permissions,max_read={}", self.max_read);
+        for (on, word) in [(self.read_only, ",ro"), (self.noexec, ",noexec")] {
+            if on {
+                words.push_str(word);
+            }
+        }
+        words
+    }
+
     fn data(&self, device: &OwnedFd) -> String {
         // SAFETY: both calls only read the process's credentials.
         let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
@@ -93,13 +106,28 @@ pub enum Umount {
 }
 
 /// Opens `/dev/fuse` and mounts it. The device answers nothing until a session serves it; dropping it ends the mount.
+/// Who lacks the right gets it from `fusermount3`, if that is installed.
 pub fn mount(options: &MountOptions) -> Result<(Device, PathBuf), Error> {
     let path = check_mount_point(&options.path)?;
-    let device = open_device(&path)?;
+    match mount_ourselves(options, &path) {
+        Ok(device) => Ok((Device::new(device), path)),
+        Err(Error::NoRights { error, .. }) => match fusermount::mount(&path, &options.words()) {
+            Ok(device) => Ok((Device::new(device), path)),
+            Err(helper) if helper.kind() == io::ErrorKind::NotFound => {
+                Err(Error::NoRights { doing: "mount on", path, error })
+            }
+            Err(error) => Err(Error::NoRights { doing: "mount on", path, error }),
+        },
+        Err(error) => Err(error),
+    }
+}
+
+fn mount_ourselves(options: &MountOptions, path: &Path) -> Result<OwnedFd, Error> {
+    let device = open_device(path)?;
     let refused = |error: io::Error| match error.raw_os_error() {
-        Some(libc::EPERM | libc::EACCES) => Error::NoRights { doing: "mount on", path: path.clone(), error },
+        Some(libc::EPERM | libc::EACCES) => Error::NoRights { doing: "mount on", path: path.into(), error },
         Some(libc::ENODEV) => Error::NoDevice(error),
-        _ => Error::Os { doing: "mount on", path: path.clone(), error },
+        _ => Error::Os { doing: "mount on", path: path.into(), error },
     };
     let source = c_string(OsStr::new(&options.source)).map_err(refused)?;
     let target = c_string(path.as_os_str()).map_err(refused)?;
@@ -109,15 +137,14 @@ pub fn mount(options: &MountOptions) -> Result<(Device, PathBuf), Error> {
     let result = unsafe {
         libc::mount(source.as_ptr(), target.as_ptr(), kind.as_ptr(), options.flags(), data.as_ptr().cast())
     };
-    if result != 0 {
-        return Err(refused(io::Error::last_os_error()));
+    match result {
+        0 => Ok(device),
+        _ => Err(refused(io::Error::last_os_error())),
     }
-    Ok((Device::new(device), path))
 }
 
 /// Takes a mount of ours away.
 pub fn umount(path: &Path, how: Umount) -> Result<(), Error> {
-    let stale = is_stale(path);
     let path = resolve_parent(path);
     match find_mount(&path)? {
         None => return Err(Error::NotMounted { path }),
@@ -130,7 +157,14 @@ pub fn umount(path: &Path, how: Umount) -> Result<(), Error> {
     }
     let flags = if how == Umount::Normal { 0 } else { libc::MNT_DETACH };
     let result = match umount2(&path, flags) {
-        Err(error) if stale && error.raw_os_error() == Some(libc::EBUSY) => umount2(&path, libc::MNT_DETACH),
+        // Only now is the mount looked at: a server that hangs would make us hang, too.
+        Err(error) if error.raw_os_error() == Some(libc::EBUSY) && is_stale(&path) => {
+            umount2(&path, libc::MNT_DETACH)
+        }
+        Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
+            // Who mounted by way of the helper may unmount that way; its words are less clear than the kernel's.
+            fusermount::umount(&path, how != Umount::Normal).map_err(|_| error)
+        }
         result => result,
     };
     match result {

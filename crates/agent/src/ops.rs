@@ -490,3 +490,83 @@ fn to_statfs(used: &VolumeUse) -> Statfs {
         frsize: UNIT,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOCK: Lock = Lock {
+        fh: 1,
+        owner: 2,
+        start: 0,
+        end: i64::MAX as u64,
+        kind: libc::F_WRLCK as u32,
+        pid: 0,
+        flock: false,
+    };
+
+    #[test]
+    fn locks_keep_their_family_and_reach_to_the_end() {
+        let ours = to_lock(&LOCK, 42).unwrap();
+        let expected = FileLock {
+            kind: LockKind::Posix,
+            ty: LockType::Write,
+            owner: 2,
+            pid: 42,
+            start: 0,
+            end: u64::MAX,
+        };
+        assert_eq!(ours, expected);
+        assert_eq!(from_lock(&ours), Lock { fh: 0, pid: 42, ..LOCK });
+        let flock = to_lock(&Lock { flock: true, pid: 7, ..LOCK }, 42).unwrap();
+        assert_eq!((flock.kind, flock.pid), (LockKind::Flock, 7));
+        assert_eq!(to_lock(&Lock { kind: 9, ..LOCK }, 42), None);
+        let part = Lock { start: 5, end: 9, kind: libc::F_RDLCK as u32, pid: 3, ..LOCK };
+        assert_eq!(from_lock(&to_lock(&part, 0).unwrap()), Lock { fh: 0, ..part });
+    }
+
+    #[test]
+    fn a_change_of_owner_takes_privileges_away() {
+        assert!(to_setattr(&SetAttr { uid: Some(5), ..SetAttr::default() }).kill_privileges);
+        assert!(to_setattr(&SetAttr { gid: Some(5), ..SetAttr::default() }).kill_privileges);
+        assert!(to_setattr(&SetAttr { kill_suidgid: true, ..SetAttr::default() }).kill_privileges);
+        let chmod = to_setattr(&SetAttr { mode: Some(0o104_755), ..SetAttr::default() });
+        assert_eq!((chmod.mode, chmod.kill_privileges), (Some(0o4755), false));
+    }
+
+    #[test]
+    fn times_keep_their_sign() {
+        let old = Time { secs: -5, nanos: 999_999_999 };
+        let set = SetAttr { atime: Some(SetTime::At(old)), mtime: Some(SetTime::Now), ..SetAttr::default() };
+        let ours = to_setattr(&set);
+        assert_eq!(ours.atime, Some(attr::SetTime::At(attr::Time { secs: -5, nanos: 999_999_999 })));
+        assert_eq!(ours.mtime, Some(attr::SetTime::Now));
+    }
+
+    #[test]
+    fn pages_are_never_appended() {
+        let write = Write {
+            fh: 1,
+            offset: 0,
+            flags: (libc::O_APPEND | libc::O_SYNC) as u32,
+            lock_owner: None,
+            cached: false,
+            kill_suidgid: true,
+        };
+        let flags = to_write_flags(&write);
+        assert_eq!(
+            (flags.append, flags.sync, flags.kill_privileges, flags.page_cache),
+            (true, true, true, false)
+        );
+        let pages = to_write_flags(&Write { cached: true, ..write });
+        assert_eq!((pages.append, pages.page_cache), (false, true));
+    }
+
+    #[test]
+    fn values_fit_or_tell_their_length() {
+        let value = Bytes::from_static(b"value");
+        assert!(fitted(value.clone(), 5).unwrap().errno().is_none());
+        assert!(fitted(value.clone(), 0).unwrap().errno().is_none());
+        assert_eq!(fitted(value, 4).unwrap_err().code, Code::Range);
+    }
+}
