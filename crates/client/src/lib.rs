@@ -12,11 +12,17 @@
 //! What a lease allows (vfs), frames and deadlines on the wire (rpc), how chunks are packed (codec).
 
 mod blocks;
+mod member;
 mod meta;
 pub mod metrics;
+mod peers;
+mod tool;
 
 pub use blocks::{Blocks, BlocksConfig};
+pub use member::{Figures, Identity, Member, MemberConfig};
 pub use meta::{Changed, Keeper, Mark, Meta, MetaConfig};
+pub use peers::Peers;
+pub use tool::{Progress, Tool, ToolConfig};
 pub use torchfs_proto::extent::BlockRef;
 use torchfs_rpc::Link;
 
