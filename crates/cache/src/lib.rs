@@ -43,13 +43,11 @@ pub trait Fetch: Send + Sync + 'static {
 pub struct CacheConfig {
     /// Bytes of content kept at most.
     pub bytes_max: u64,
-    /// How much of it may be protected for what was used more than once.
-    pub protected_percent: u64,
 }
 
 impl Default for CacheConfig {
     fn default() -> CacheConfig {
-        CacheConfig { bytes_max: 256 << 20, protected_percent: 80 }
+        CacheConfig { bytes_max: 256 << 20 }
     }
 }
 
@@ -109,7 +107,7 @@ impl Cache {
     pub fn new(fetch: Arc<dyn Fetch>, config: CacheConfig) -> Arc<Cache> {
         let state = State {
             kept: HashMap::new(),
-            policy: Policy::new(config.bytes_max, config.protected_percent),
+            policy: Policy::new(config.bytes_max),
             claims: HashMap::new(),
             next: 0,
         };

@@ -117,7 +117,7 @@ fn block(counter: u64) -> BlockRef {
 
 fn cache(chunks: u64) -> (Source, Arc<Cache>) {
     let source = Source::default();
-    let config = CacheConfig { bytes_max: chunks * CHUNK as u64, ..CacheConfig::default() };
+    let config = CacheConfig { bytes_max: chunks * CHUNK as u64 };
     let cache = Cache::new(Arc::new(source.clone()), config);
     (source, cache)
 }

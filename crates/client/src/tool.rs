@@ -173,6 +173,7 @@ impl Leader {
             watermark: 0,
             fence: Fence(0),
             op,
+            made: None,
         };
         let body = bytes::Bytes::from(msg::encode(&request));
         let until = Instant::now() + self.config.timeout;

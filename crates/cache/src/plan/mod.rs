@@ -10,6 +10,9 @@
 /// A slot's number, the handle by which its owner names it.
 pub(crate) type Slot = usize;
 
+/// How much of the space may be protected.
+const PROTECTED_PERCENT: u64 = 80;
+
 const NONE: usize = usize::MAX;
 
 /// The policy. It knows sizes and order, not content; the owner keeps one key per slot.
@@ -37,14 +40,14 @@ struct List {
 }
 
 impl<K> Policy<K> {
-    /// For a cache of this many bytes, of which so many percent may be protected.
-    pub fn new(bytes_max: u64, protected_percent: u64) -> Policy<K> {
+    /// For a cache of this many bytes.
+    pub fn new(bytes_max: u64) -> Policy<K> {
         Policy {
             nodes: Vec::new(),
             free: Vec::new(),
             probation: List::EMPTY,
             protected: List::EMPTY,
-            protected_max: bytes_max / 100 * protected_percent.min(100),
+            protected_max: bytes_max / 100 * PROTECTED_PERCENT,
         }
     }
 
@@ -136,7 +139,7 @@ mod tests {
 
     #[test]
     fn what_came_first_goes_first() {
-        let mut policy = Policy::new(100, 80);
+        let mut policy = Policy::new(100);
         for key in 0..3 {
             policy.admit(key, 10);
         }
@@ -149,7 +152,7 @@ mod tests {
 
     #[test]
     fn a_scan_does_not_push_out_what_is_used_again() {
-        let mut policy = Policy::new(100, 80);
+        let mut policy = Policy::new(100);
         let used = policy.admit(u64::MAX, 10);
         assert!(policy.touch(used));
         assert!(!policy.touch(used));
@@ -163,19 +166,19 @@ mod tests {
 
     #[test]
     fn the_protected_share_is_bounded_and_its_oldest_fall_back() {
-        let mut policy = Policy::new(100, 50);
+        let mut policy = Policy::new(100);
         let slots: Vec<Slot> = (0..10).map(|key| policy.admit(key, 10)).collect();
         slots.iter().for_each(|slot| {
             policy.touch(*slot);
         });
-        assert!(policy.protected.bytes <= 50);
+        assert!(policy.protected.bytes <= 80);
         assert_eq!(policy.evict(), Some(0), "the oldest of those that fell back");
         assert_eq!(policy.bytes(), 90);
     }
 
     #[test]
     fn slots_are_used_again() {
-        let mut policy = Policy::new(100, 80);
+        let mut policy = Policy::new(100);
         for key in 0..1_000 {
             let slot = policy.admit(key, 1);
             assert_eq!(policy.remove(slot), Some(key));

@@ -24,6 +24,8 @@ pub struct MetaConfig {
     pub op_timeout: Duration,
     /// One attempt to connect, or to go on with the session, may take so long.
     pub attempt_timeout: Duration,
+    /// A lock that is waited for is asked for anew after so long: while it waits, later results are kept at the service.
+    pub lock_wait: Duration,
     /// The pause before a request is repeated, or the addresses are gone through again.
     pub pause: Duration,
     /// How long the service may wait for events before it answers that there are none.
@@ -34,7 +36,8 @@ pub struct MetaConfig {
     pub close_timeout: Duration,
     /// Block ids asked for at a time.
     pub ids_per_grant: u32,
-    /// Changes kept that are not known to be durable; further ones wait.
+    /// Changes above the watermark, that is from the first that is not known to be durable; further ones wait. The service
+    /// keeps that many results for a session, so it must allow more.
     pub ledger_max: usize,
     /// Changes told again to a new leader before the first answer is waited for.
     pub replay_window: usize,
@@ -52,12 +55,13 @@ impl MetaConfig {
             runtime,
             op_timeout: Duration::from_secs(300),
             attempt_timeout: Duration::from_secs(10),
+            lock_wait: Duration::from_secs(1),
             pause: Duration::from_millis(50),
             listen: Duration::from_secs(10),
             gather: Duration::from_millis(20),
             close_timeout: Duration::from_secs(10),
             ids_per_grant: 4096,
-            ledger_max: 16_384,
+            ledger_max: 2_048,
             replay_window: 256,
             recalls_max: 65_536,
         }

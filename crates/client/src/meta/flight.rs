@@ -74,8 +74,9 @@ impl Shared {
                     op = spare.clone();
                     if self.state.lock().leases.alive(Instant::now()) {
                         until = Instant::now() + self.config.op_timeout;
+                    } else if Instant::now() >= until {
+                        return Err(self.silent());
                     }
-                    self.pause(until).await?;
                 }
                 Launch::Recovering => self.ready(until).await?,
                 Launch::Full => self.make_room(until).await?,
@@ -111,7 +112,7 @@ impl Shared {
             (route, state.ledger.last() + 1)
         };
         // Encoded outside of the lock that everybody takes; `order` keeps the sequence ours.
-        let body = route.envelope.seal(seq, &op);
+        let body = route.envelope.seal(seq, &op, None);
         let grant = grant_of(&mut op).is_some();
         {
             let mut state = self.state.lock();
@@ -123,7 +124,8 @@ impl Shared {
             state.ledger.enter(op, loose);
         }
         let kind = Kind::Change { seq, mine: true, grant };
-        let mut flight = Flight::new(self.clone(), seq, kind, loose, Some(until), route, body, until);
+        let deadline = if loose { until.min(Instant::now() + self.config.lock_wait) } else { until };
+        let mut flight = Flight::new(self.clone(), seq, kind, loose, Some(until), route, body, deadline);
         flight.depart(cx);
         Ok(Launch::Sent(flight))
     }
@@ -140,9 +142,9 @@ impl Shared {
     }
 
     /// A change to be told again over a new connection.
-    pub fn replay(self: &Arc<Shared>, seq: u64, route: Route, op: &mut Op) -> Flight {
+    pub fn replay(self: &Arc<Shared>, seq: u64, route: Route, op: &mut Op, made: Option<Ino>) -> Flight {
         let grant = grant_of(op).is_some();
-        let body = route.envelope.seal(seq, op);
+        let body = route.envelope.seal(seq, op, made);
         let until = Instant::now() + self.config.op_timeout;
         let kind = Kind::Change { seq, mine: false, grant };
         Flight::new(self.clone(), seq, kind, false, None, route, body, until)
@@ -227,21 +229,20 @@ impl Flight {
     }
 
     /// The answer to a change told again: it was answered before, so only whether it was heard matters.
-    pub async fn retold(mut self, until: Instant) -> Result<()> {
+    pub async fn retold(mut self, until: Instant) -> Heard {
         let Leg::Sent { generation, ticket, call } = &mut self.leg else {
-            return Ok(());
+            return Heard::Lost;
         };
         let generation = *generation;
         let result = {
             let answer = std::pin::pin!(call.answer());
-            self.shared.within(until, answer).await?
+            match self.shared.within(until, answer).await {
+                Ok(result) => result,
+                Err(_) => return Heard::Lost,
+            }
         };
         let ticket = ticket.take();
-        match self.shared.hear(generation, ticket, result, self.kind) {
-            Heard::Answer(_) => Ok(()),
-            Heard::Lost => Err(Fault::new(Code::Unreachable, "the connection was lost during a replay")),
-            Heard::Again(fault) => Err(fault),
-        }
+        self.shared.hear(generation, ticket, result, self.kind)
     }
 
     /// Sends the same change again, unless a replay did so.
@@ -257,7 +258,11 @@ impl Flight {
             state.leases.end(route.ticket);
             return Leg::Lost;
         };
-        let mut call = Call::new(method::META, route.envelope.seal(self.seq, op), Duration::ZERO);
+        let mut call = Call::new(
+            method::META,
+            route.envelope.seal(self.seq, op, state.ledger.made(self.seq)),
+            Duration::ZERO,
+        );
         call.deadline = until;
         let call = Sending { call: route.connection.call(call), answer: None };
         Leg::Sent { generation: route.generation, ticket: Some(route.ticket), call }
@@ -330,7 +335,7 @@ impl Sending {
 }
 
 /// The grant that an operation rests on, and the file it is on.
-fn grant_of(op: &mut Op) -> Option<(Ino, &mut u64)> {
+pub(crate) fn grant_of(op: &mut Op) -> Option<(Ino, &mut u64)> {
     match op {
         Op::Commit(commit) => Some((commit.ino, &mut commit.grant)),
         Op::CopyRange { to, grant, .. } => Some((*to, grant)),

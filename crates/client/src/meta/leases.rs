@@ -178,9 +178,19 @@ impl Leases {
         self.held.drain().map(|(ino, held)| (ino, held.bits | held.returning, held.writing)).collect()
     }
 
+    /// The new leader's epoch: what it granted under another one is void.
+    pub fn begin_epoch(&mut self, epoch: u32) {
+        if epoch != self.epoch {
+            self.epoch = epoch;
+            self.held.clear();
+        }
+    }
+
     /// Puts back what [`Leases::take`] took: it was not granted anew, and not lost either.
     pub fn restore(&mut self, epoch: u32, held: Vec<(Ino, u8, u64)>) {
-        if epoch == self.epoch && self.voiding == 0 {
+        if self.voiding == 0 {
+            self.epoch = epoch;
+            self.held.clear();
             let held = held.into_iter();
             self.held.extend(held.map(|(ino, bits, writing)| {
                 (ino, Held { bits, returning: 0, newest: writing, data: writing, writing })

@@ -23,6 +23,7 @@ pub(crate) struct Ledger {
     ordered: VecDeque<(Seq, u64)>,
     durable: Seq,
     next: u64,
+    /// Sequences above the watermark, at most.
     max: usize,
     /// The first change that the present leader answered otherwise than the one before.
     broken: Option<(u64, Fault)>,
@@ -35,7 +36,7 @@ struct Entry {
     /// What the caller was told.
     told: Option<Told>,
     owner: Owner,
-    /// Does not hold back the watermark: if it is lost it is sent anew under another sequence.
+    /// If it is lost without an answer, its owner sends it anew under another sequence.
     loose: bool,
 }
 
@@ -69,9 +70,10 @@ impl Ledger {
         }
     }
 
-    /// Whether a further change has to wait.
+    /// Whether a further change has to wait. The service keeps the results of everything above the watermark, so what counts
+    /// is the distance from it, not how many are left.
     pub fn is_full(&self) -> bool {
-        self.entries.len() >= self.max
+        self.last() - self.watermark() >= self.max as u64
     }
 
     /// How many changes are kept.
@@ -93,14 +95,22 @@ impl Ledger {
         self.entries.get(&seq).map(|entry| &entry.op)
     }
 
-    /// Lets every kept change be corrected before it is told to another leader.
-    pub fn ops_mut(&mut self) -> impl Iterator<Item = &mut Op> {
-        self.entries.values_mut().map(|entry| &mut entry.op)
+    /// The inode that the first answer to this change named.
+    pub fn made(&self, seq: u64) -> Option<Ino> {
+        match self.entries.get(&seq)?.told? {
+            Told::Made(ino) => Some(ino),
+            Told::Ok => None,
+        }
+    }
+
+    /// Every kept change, to be corrected before it is told to another leader; with whether it was answered.
+    pub fn ops_mut(&mut self) -> impl Iterator<Item = (&mut Op, bool)> {
+        self.entries.values_mut().map(|entry| (&mut entry.op, entry.told.is_some()))
     }
 
     /// The results of sequences up to this one are not needed any more.
     pub fn watermark(&self) -> u64 {
-        self.entries.iter().find(|(_, entry)| !entry.loose).map_or(self.next, |(seq, _)| *seq) - 1
+        self.entries.first_key_value().map_or(self.next, |(seq, _)| *seq) - 1
     }
 
     /// The last sequence given out.
@@ -339,14 +349,27 @@ mod tests {
     }
 
     #[test]
-    fn a_waiting_lock_does_not_hold_back_the_watermark() {
+    fn a_waiting_lock_is_not_replayed_but_sent_anew_by_its_owner() {
         let mut ledger = Ledger::new(10);
         let lock = ledger.enter(op(), true);
         let other = ledger.enter(op(), false);
-        ledger.answer(other, Seq(0), &ok(), true);
-        assert_eq!(ledger.watermark(), other);
-        assert!(ledger.replay().is_empty(), "its owner sends it anew");
+        assert_eq!(ledger.replay(), [(other, false)]);
         ledger.answer(lock, Seq(0), &ok(), true);
-        assert_eq!(ledger.len(), 0);
+        assert_eq!(ledger.len(), 1, "an answer to what was given up says nothing");
+    }
+
+    #[test]
+    fn the_distance_from_the_watermark_is_bounded() {
+        let mut ledger = Ledger::new(3);
+        for _ in 0..3 {
+            assert!(!ledger.is_full());
+            ledger.enter(op(), false);
+        }
+        assert!(ledger.is_full());
+        ledger.answer(2, Seq(0), &ok(), true);
+        ledger.answer(3, Seq(0), &ok(), true);
+        assert!(ledger.is_full(), "the first still holds the watermark");
+        ledger.answer(1, Seq(0), &ok(), true);
+        assert!(!ledger.is_full());
     }
 }

@@ -4,7 +4,7 @@
 //! the session, reclaim leases if the leader is a new one, and tell again every change that is not known to be durable, in
 //! the order of sequence and pipelined. Callers wait meanwhile and notice nothing.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::future::poll_fn;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -14,15 +14,15 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::Notify;
 use torchfs_proto::msg;
-use torchfs_proto::msg::meta::{Done, Op, Reply, SessionInfo, method};
+use torchfs_proto::msg::meta::{Done, Op, Reply, SessionInfo, lease, method};
 use torchfs_proto::{Code, Fault, Ino, Result, SessionId};
 use torchfs_rpc::{Call, Connection, Link};
 
-use super::flight::{Flight, rebase};
+use super::flight::{Flight, grant_of, rebase};
 use super::ids::Ids;
 use super::leases::Leases;
 use super::ledger::Ledger;
-use super::session::{Envelope, Phase, Shared, State};
+use super::session::{Envelope, Heard, Phase, Route, Shared, State};
 use super::tasks::Outbox;
 use super::{MetaConfig, unexpected};
 
@@ -43,27 +43,27 @@ pub(crate) async fn open(config: MetaConfig) -> Result<Arc<Shared>> {
         return Err(Fault::new(Code::Invalid, "no address of a metadata server is known")
             .next("give --meta HOST:PORT or set TORCHFS_META"));
     }
-    let links: Vec<Link> = config.addrs.iter().map(|addr| config.connector.link(addr)).collect();
     let until = Instant::now() + config.op_timeout;
     let mut silent = false;
     for turn in 0.. {
-        let addr = turn % links.len();
-        match open_at(&config, &links[addr], until).await {
+        let index = turn % config.addrs.len();
+        let addr = &config.addrs[index];
+        match open_at(&config, &config.connector.link(addr), until).await {
             Ok((connection, sent, reply, info)) => {
                 if silent {
-                    tracing::info!(addr = links[addr].addr(), "the metadata service answers");
+                    tracing::info!(addr, "the metadata service answers");
                 }
-                return Ok(started(config, links, addr, connection, sent, &reply, info));
+                return Ok(started(config, index, connection, sent, &reply, info));
             }
             Err(fault) if !fault.code.retry() || Instant::now() + config.pause >= until => return Err(fault),
             Err(fault) => {
                 if !silent {
-                    tracing::warn!(addr = links[addr].addr(), "waiting for the metadata service: {fault}");
+                    tracing::warn!(addr, "waiting for the metadata service: {fault}");
                     silent = true;
                 }
             }
         }
-        if addr + 1 == links.len() {
+        if index + 1 == config.addrs.len() {
             tokio::time::sleep(config.pause).await;
         }
     }
@@ -79,7 +79,7 @@ async fn open_at(
     let connection = link.connection(0, until).await?;
     let envelope = Envelope { session: SessionId(0), epoch: 0, watermark: 0, fence: torchfs_proto::Fence(0) };
     let sent = Instant::now();
-    let body = envelope.seal(0, &Op::OpenSession(config.who.clone()));
+    let body = envelope.seal(0, &Op::OpenSession(config.who.clone()), None);
     let (reply, done) = ask(&connection, body, until).await?;
     match done {
         Done::Session(info) => Ok((connection, sent, reply, info)),
@@ -99,7 +99,6 @@ async fn ask(connection: &Connection, body: Vec<u8>, until: Instant) -> Result<(
 
 fn started(
     config: MetaConfig,
-    links: Vec<Link>,
     addr: usize,
     connection: Connection,
     sent: Instant,
@@ -125,7 +124,6 @@ fn started(
         addr,
     };
     let shared = Arc::new(Shared {
-        links,
         state: Mutex::new(state),
         order: Mutex::new(()),
         progress: Notify::new(),
@@ -158,16 +156,14 @@ impl Shared {
         tracing::debug!("the connection to the metadata service is given up: {why}");
         let mut silent = false;
         while self.ended().is_none() {
-            let addr = self.state.lock().addr % self.links.len();
-            let last = match self.resume_at(&self.links[addr]).await {
+            let index = self.state.lock().addr % self.config.addrs.len();
+            let addr = &self.config.addrs[index];
+            // A fresh link each time: the pauses between attempts are ours, and a service that is back is found at once.
+            let last = match self.resume_at(&self.config.connector.link(addr)).await {
                 Ok(()) => {
                     if silent {
                         let after_s = began.elapsed().as_secs();
-                        tracing::info!(
-                            addr = self.links[addr].addr(),
-                            after_s,
-                            "the metadata service is back"
-                        );
+                        tracing::info!(addr, after_s, "the metadata service is back");
                     }
                     return;
                 }
@@ -184,7 +180,7 @@ impl Shared {
             };
             let wrapped = {
                 let mut state = self.state.lock();
-                state.addr = (addr + 1) % self.links.len();
+                state.addr = (index + 1) % self.config.addrs.len();
                 state.addr == 0
             };
             if wrapped {
@@ -208,28 +204,36 @@ impl Shared {
         let Done::Session(info) = done else {
             return Err(Failed::Retry(unexpected("ResumeSession", &done)));
         };
+        let reclaim = info.reclaim;
         let voided = {
             let mut state = self.state.lock();
             state.fence = reply.fence;
             state.epoch = info.epoch;
             state.generation += 1; // replies to an attempt before this one are not heard
-            let new_epoch = reply.lease_epoch != state.leases.epoch();
-            let expired = info.reclaim && !state.leases.alive(Instant::now());
-            if new_epoch || expired {
+            // A new leader begins an epoch of its own; what is reclaimed within the term is not lost by that.
+            let void = match reclaim {
+                true => !state.leases.alive(Instant::now()),
+                false => reply.lease_epoch != state.leases.epoch(),
+            };
+            if void {
                 state.leases.void(reply.lease_epoch);
             }
-            new_epoch || expired
+            void
         };
         if voided {
             self.tell_lost();
         }
-        let reclaim = info.reclaim;
         self.set_placement(info.placement.clone());
         *self.info.write() = Arc::new(info);
         if reclaim {
-            self.reclaim(&connection).await?;
+            self.reclaim(&connection, reply.lease_epoch).await?;
         }
-        self.replay_all(&connection).await?;
+        while !self.replay_all(&connection).await? {
+            if self.ended().is_some() {
+                break;
+            }
+            self.sleep_until(Instant::now() + self.config.pause).await;
+        }
         self.renew.notify_one();
         Ok(())
     }
@@ -243,7 +247,7 @@ impl Shared {
         until: Instant,
     ) -> Result<(Reply, Done), Failed> {
         let (reply, done) =
-            ask(connection, envelope.seal(0, op), until).await.map_err(|fault| match fault.code {
+            ask(connection, envelope.seal(0, op, None), until).await.map_err(|fault| match fault.code {
                 Code::NoSession | Code::Fenced => Failed::Gone(fault),
                 _ => Failed::Retry(fault),
             })?;
@@ -255,17 +259,33 @@ impl Shared {
     }
 
     /// Tells a new leader what this session holds; what it does not grant anew is taken from the keeper.
-    async fn reclaim(self: &Arc<Shared>, connection: &Connection) -> Result<(), Failed> {
+    ///
+    /// The right to write is reclaimed, even after the term, for files with commits that were answered and are not durable: what
+    /// others did after them is not durable either, and the commits have to be told again.
+    async fn reclaim(self: &Arc<Shared>, connection: &Connection, epoch: u32) -> Result<(), Failed> {
         let open = self.keeper().map(|keeper| keeper.open_inodes()).unwrap_or_default();
-        let (held, epoch) = {
+        let (old_epoch, held, asked) = {
             let mut state = self.state.lock();
+            let state = &mut *state;
             state.era += 1;
             state.seen = 0;
             state.outbox.change_era();
-            (state.leases.take(), state.leases.epoch())
+            let old_epoch = state.leases.epoch();
+            let held = state.leases.take();
+            state.leases.begin_epoch(epoch);
+            let mut asked: HashMap<Ino, u8> = held.iter().map(|(ino, bits, _)| (*ino, *bits)).collect();
+            for (op, _) in state.ledger.ops_mut().filter(|(_, answered)| *answered) {
+                if let Some((ino, _)) = grant_of(op) {
+                    let bits = asked.entry(ino).or_default();
+                    if *bits & (lease::WRITE | lease::SHARED) == 0 {
+                        *bits |= lease::WRITE;
+                    }
+                }
+            }
+            (old_epoch, held, asked.into_iter().collect::<Vec<_>>())
         };
-        if let Err(failed) = self.reclaim_all(connection, &held, &open).await {
-            self.state.lock().leases.restore(epoch, held);
+        if let Err(failed) = self.reclaim_all(connection, &asked, &open).await {
+            self.state.lock().leases.restore(old_epoch, held);
             return Err(failed);
         }
         let missing: Vec<(Ino, u8)> = {
@@ -285,7 +305,14 @@ impl Shared {
                 }
             }
             *moved = renamed;
-            ledger.ops_mut().for_each(|op| rebase(moved, op));
+            for (op, answered) in ledger.ops_mut() {
+                if let Some((ino, grant)) = grant_of(op).filter(|_| answered)
+                    && leases.writing(ino) > 0
+                {
+                    *grant = leases.writing(ino);
+                }
+                rebase(moved, op);
+            }
             held.iter()
                 .map(|(ino, bits, _)| (*ino, bits & !leases.bits(*ino)))
                 .filter(|(_, bits)| *bits != 0)
@@ -305,7 +332,7 @@ impl Shared {
     async fn reclaim_all(
         &self,
         connection: &Connection,
-        held: &[(Ino, u8, u64)],
+        held: &[(Ino, u8)],
         open: &[Ino],
     ) -> Result<(), Failed> {
         let (mut held, mut open) = (held, open);
@@ -314,53 +341,58 @@ impl Shared {
             let (inos, open_rest) = open.split_at(open.len().min(RECLAIM));
             (held, open) = (held_rest, open_rest);
             let last = held.is_empty() && open.is_empty();
-            let op = Op::Reclaim {
-                leases: leases.iter().map(|(ino, bits, _)| (*ino, *bits)).collect(),
-                open: inos.to_vec(),
-                last,
-            };
+            let op = Op::Reclaim { leases: leases.to_vec(), open: inos.to_vec(), last };
             let envelope = self.state.lock().envelope();
             let until = Instant::now() + self.config.attempt_timeout;
             let (reply, _) = self.question(connection, &envelope, &op, until).await?;
-            self.state.lock().leases.grant(reply.lease_epoch, &reply.grants);
+            {
+                let mut state = self.state.lock();
+                state.leases.begin_epoch(reply.lease_epoch);
+                state.leases.grant(reply.lease_epoch, &reply.grants);
+            }
             if last {
                 return Ok(());
             }
         }
     }
 
-    /// Tells every change again that is not known to be durable, then lets callers use the connection.
-    async fn replay_all(self: &Arc<Shared>, connection: &Connection) -> Result<(), Failed> {
+    /// Tells every change again that is not known to be durable, then lets callers use the connection. False if the service
+    /// does not serve yet.
+    async fn replay_all(self: &Arc<Shared>, connection: &Connection) -> Result<bool, Failed> {
         let entries = self.state.lock().ledger.replay();
-        if !entries.is_empty() {
-            tracing::debug!(count = entries.len(), "telling changes again");
-            metrics::counter!(crate::metrics::REPLAYED).increment(entries.len() as u64);
-        }
-        let mut answered = std::collections::VecDeque::new();
+        let mut answered = VecDeque::new();
         let mut open = Vec::new();
+        // The first one is waited for alone: it finds out whether the service serves.
+        let mut window = 1;
         for (seq, told) in entries {
             let Some(mut flight) = self.retell(connection, seq) else {
                 continue;
             };
             poll_fn(|cx| Poll::Ready(flight.depart(cx))).await;
+            metrics::counter!(crate::metrics::REPLAYED).increment(1);
             if told {
                 answered.push_back(flight);
             } else {
                 open.push(flight); // may have to wait for others' recalls: its owner waits, we do not
             }
-            if answered.len() >= self.config.replay_window.max(1)
+            if answered.len() >= window
                 && let Some(first) = answered.pop_front()
             {
-                self.landed(first).await?;
+                if !self.landed(first).await? {
+                    return Ok(false);
+                }
+                window = self.config.replay_window.max(1);
             }
         }
         for flight in answered {
-            self.landed(flight).await?;
+            if !self.landed(flight).await? {
+                return Ok(false);
+            }
         }
         {
             let mut state = self.state.lock();
             if let Phase::Ended(fault) = &state.phase {
-                return Err(Failed::Gone(fault.clone()));
+                return Err(Failed::Retry(fault.clone()));
             }
             state.phase = Phase::Live(connection.clone());
         }
@@ -370,26 +402,34 @@ impl Shared {
             });
         }
         self.progress.notify_waiters();
-        Ok(())
+        Ok(true)
     }
 
     fn retell(self: &Arc<Shared>, connection: &Connection, seq: u64) -> Option<Flight> {
         let mut state = self.state.lock();
         let mut op = state.ledger.op(seq)?.clone();
+        let made = state.ledger.made(seq);
         let ticket = state.leases.begin();
-        let route = super::session::Route {
+        let route = Route {
             connection: connection.clone(),
             generation: state.generation,
             ticket,
             envelope: state.envelope(),
         };
         drop(state);
-        Some(self.replay(seq, route, &mut op))
+        Some(self.replay(seq, route, &mut op, made))
     }
 
-    /// Waits for the answer to a change told again.
-    async fn landed(self: &Arc<Shared>, flight: Flight) -> Result<(), Failed> {
+    /// Waits for the answer to a change told again; false if it has to be told once more.
+    async fn landed(self: &Arc<Shared>, flight: Flight) -> Result<bool, Failed> {
         let until = Instant::now() + self.config.attempt_timeout;
-        flight.retold(until).await.map_err(Failed::Retry)
+        match flight.retold(until).await {
+            Heard::Answer(_) => Ok(true),
+            Heard::Again(_) => Ok(false),
+            Heard::Lost => {
+                let what = "the connection was lost while changes were told again";
+                Err(Failed::Retry(Fault::new(Code::Unreachable, what)))
+            }
+        }
     }
 }

@@ -25,7 +25,7 @@ use torchfs_proto::layout::Placement;
 use torchfs_proto::msg;
 use torchfs_proto::msg::meta::{Done, Op, Reply, SessionInfo, method};
 use torchfs_proto::{Code, Fault, Fence, Ino, Result, Seq, SessionId};
-use torchfs_rpc::{Call, Connection, Link};
+use torchfs_rpc::{Call, Connection};
 
 use super::ids::Ids;
 use super::leases::{Leases, Ticket};
@@ -36,7 +36,6 @@ use super::{Keeper, MetaConfig};
 /// What all parts of a session share.
 pub(crate) struct Shared {
     pub config: MetaConfig,
-    pub links: Vec<Link>,
     pub state: Mutex<State>,
     /// See the invariants.
     pub order: Mutex<()>,
@@ -123,13 +122,15 @@ struct Borrowed<'a> {
     fence: Fence,
     #[n(6)]
     op: &'a Op,
+    #[n(7)]
+    made: Option<Ino>,
 }
 
 impl Envelope {
-    /// The request's bytes.
-    pub fn seal(&self, seq: u64, op: &Op) -> Vec<u8> {
+    /// The request's bytes. `made`: see [`msg::meta::Request::made`].
+    pub fn seal(&self, seq: u64, op: &Op, made: Option<Ino>) -> Vec<u8> {
         let Envelope { session, epoch, watermark, fence } = *self;
-        msg::encode(&Borrowed { session, epoch, seq, step: 0, watermark, fence, op })
+        msg::encode(&Borrowed { session, epoch, seq, step: 0, watermark, fence, op, made })
     }
 }
 
@@ -209,7 +210,7 @@ impl Shared {
     /// Makes one try over this connection.
     pub async fn send(self: &Arc<Shared>, route: Route, op: &Op, until: Instant) -> Heard {
         let mut out = Out { shared: self, ticket: Some(route.ticket) };
-        let mut call = Call::new(method::META, route.envelope.seal(0, op), std::time::Duration::ZERO);
+        let mut call = Call::new(method::META, route.envelope.seal(0, op, None), std::time::Duration::ZERO);
         call.deadline = until;
         let result = route.connection.call(call).await;
         out.ticket = None;
@@ -526,7 +527,8 @@ mod tests {
             watermark: 5,
             fence: Fence(6),
             op: op.clone(),
+            made: Some(Ino(9)),
         };
-        assert_eq!(envelope.seal(7, &op), msg::encode(&owned));
+        assert_eq!(envelope.seal(7, &op, Some(Ino(9))), msg::encode(&owned));
     }
 }

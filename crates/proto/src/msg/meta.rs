@@ -5,7 +5,8 @@
 //!   answers what the first try answered. Results up to `watermark` are dropped: the client has them and they are durable.
 //! - A reply leaves when its decision is ordered. `ordered` names the batch it rests on, `durable` how far the log is on
 //!   disk; the client keeps its mutating requests until `durable` passes them and replays them, in the order of sequence,
-//!   to whoever leads next.
+//!   to whoever leads next. A replayed Make says which inode the first answer named, and that one is made again: programs
+//!   know it by its number. A service that starts must not give such numbers to others.
 //! - A reply may grant leases. Each grant has a number from one rising counter; a recall names the number up to which
 //!   grants on that inode are void, so a recall that overtakes a reply on the way still wins.
 //! - All leases of a session end together when it was not renewed for a lease term; then its `lease_epoch` rises and the
@@ -49,6 +50,9 @@ pub struct Request {
     /// What to do.
     #[n(6)]
     pub op: Op,
+    /// A Make that is replayed: the inode that the first answer named.
+    #[n(7)]
+    pub made: Option<Ino>,
 }
 
 /// The envelope of every reply.
