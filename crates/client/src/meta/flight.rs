@@ -28,6 +28,7 @@ pub(crate) struct Flight {
 }
 
 /// Where a change is.
+#[allow(clippy::large_enum_variant)] // lives in the caller's future; a box would cost an allocation for every change
 enum Leg {
     /// Sent over a connection.
     Sent {
@@ -45,6 +46,7 @@ enum Leg {
 }
 
 /// What came of an attempt to send a change.
+#[allow(clippy::large_enum_variant)] // taken apart at once
 enum Launch {
     Sent(Flight),
     /// There is no connection.
@@ -189,12 +191,12 @@ impl Flight {
                             self.leg = Leg::Over;
                             return Some(result);
                         }
-                        Heard::Lost | Heard::Again(_) if self.loose => {
+                        Heard::Lost | Heard::Again if self.loose => {
                             self.give_up();
                             return None;
                         }
                         Heard::Lost => self.leg = Leg::Lost,
-                        Heard::Again(_) => self.leg = Leg::Resting { generation },
+                        Heard::Again => self.leg = Leg::Resting { generation },
                     }
                 }
                 Leg::Resting { generation } => {

@@ -53,7 +53,7 @@ enum Owner {
     /// Lost its connection; waits for what the replay brings.
     Waiting(oneshot::Sender<Result<Done>>),
     /// The replay was quicker than the owner.
-    Brought(Result<Done>),
+    Brought(Box<Result<Done>>),
     /// Has its answer, or does not want it.
     Gone,
 }
@@ -131,7 +131,7 @@ impl Ledger {
                     let _ = tell.send(result.clone());
                     Owner::Gone
                 }
-                Owner::Calling | Owner::Brought(_) if !mine => Owner::Brought(result.clone()),
+                Owner::Calling | Owner::Brought(_) if !mine => Owner::Brought(Box::new(result.clone())),
                 Owner::Calling | Owner::Brought(_) | Owner::Gone => Owner::Gone,
             };
         }
@@ -171,7 +171,7 @@ impl Ledger {
         match std::mem::replace(&mut entry.owner, Owner::Gone) {
             Owner::Brought(result) => {
                 // The receiver is in our hands, so this cannot fail.
-                let _ = tell.send(result);
+                let _ = tell.send(*result);
                 self.fetched(seq);
             }
             Owner::Calling | Owner::Waiting(_) | Owner::Gone => entry.owner = Owner::Waiting(tell),

@@ -368,7 +368,11 @@ impl Shared {
             let Some(mut flight) = self.retell(connection, seq) else {
                 continue;
             };
-            poll_fn(|cx| Poll::Ready(flight.depart(cx))).await;
+            poll_fn(|cx| {
+                flight.depart(cx);
+                Poll::Ready(())
+            })
+            .await;
             metrics::counter!(crate::metrics::REPLAYED).increment(1);
             if told {
                 answered.push_back(flight);
@@ -425,7 +429,7 @@ impl Shared {
         let until = Instant::now() + self.config.attempt_timeout;
         match flight.retold(until).await {
             Heard::Answer(_) => Ok(true),
-            Heard::Again(_) => Ok(false),
+            Heard::Again => Ok(false),
             Heard::Lost => {
                 let what = "the connection was lost while changes were told again";
                 Err(Failed::Retry(Fault::new(Code::Unreachable, what)))

@@ -135,13 +135,14 @@ impl Envelope {
 }
 
 /// What came of one request.
+#[allow(clippy::large_enum_variant)] // handed on at once; a box would cost an allocation for every request
 pub(crate) enum Heard {
     /// An answer or a final fault.
     Answer(Result<Done>),
     /// The connection is given up; another one follows.
     Lost,
     /// The service cannot answer now.
-    Again(Fault),
+    Again,
 }
 
 /// Things to do once the lock is free.
@@ -223,7 +224,7 @@ impl Shared {
             match self.once(&op, until).await {
                 Heard::Answer(result) => return result,
                 Heard::Lost => self.ready(until).await?,
-                Heard::Again(_) => self.pause(until).await?,
+                Heard::Again => self.pause(until).await?,
             }
         }
     }
@@ -294,7 +295,7 @@ impl Shared {
                 }
                 Heard::Lost
             }
-            (Some(Code::Timeout | Code::Overloaded | Code::Grace), Err(fault)) => Heard::Again(fault),
+            (Some(Code::Timeout | Code::Overloaded | Code::Grace), Err(_)) => Heard::Again,
             (Some(Code::NoSession | Code::Fenced), Err(fault))
                 if generation == state.generation && !(code == Some(Code::Fenced) && kind.has_grant()) =>
             {

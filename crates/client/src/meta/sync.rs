@@ -39,7 +39,7 @@ impl Shared {
                             }
                         }
                         Heard::Lost => self.ready(until).await?,
-                        Heard::Again(_) => self.pause(until).await?,
+                        Heard::Again => self.pause(until).await?,
                     }
                 }
             }

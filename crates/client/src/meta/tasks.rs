@@ -123,7 +123,7 @@ impl Shared {
                 Heard::Answer(Ok(Done::Events(events))) => {
                     events.into_iter().for_each(|(number, event)| self.heed(era, number, event));
                 }
-                Heard::Answer(Ok(_)) | Heard::Again(_) => {
+                Heard::Answer(Ok(_)) | Heard::Again => {
                     let _ = self.pause(until).await;
                 }
                 Heard::Answer(Err(fault)) => {
@@ -263,7 +263,7 @@ impl Shared {
                 }
                 true
             }
-            Heard::Again(_) => {
+            Heard::Again => {
                 let _ = self.pause(until).await;
                 false
             }
