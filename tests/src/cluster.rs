@@ -3,6 +3,7 @@
 //! The idea: every assumption about the command line is in this file, so that a changed flag is changed once. All
 //! addresses are on 127.0.0.1 and stay the same over a restart; all folders lie in the test's sandbox.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -22,6 +23,8 @@ use crate::wait::eventually;
 pub struct Options {
     /// How many data servers.
     pub servers: usize,
+    /// Copies of each block, as `--redundancy` takes it; the product's default if not given.
+    pub redundancy: Option<String>,
     /// How long a silent client keeps what it holds.
     pub session_term_ms: Option<u64>,
     /// How long a client may trust what it was told without asking.
@@ -42,6 +45,7 @@ impl Default for Options {
     fn default() -> Options {
         Options {
             servers: 3,
+            redundancy: None,
             session_term_ms: None,
             lease_term_ms: None,
             meta_dir: None,
@@ -88,16 +92,14 @@ impl Cluster {
     /// Starts one in a sandbox that the test has prepared.
     pub fn inside(sandbox: &Arc<Sandbox>, options: Options) -> Cluster {
         let sandbox = sandbox.clone();
-        let secret = sandbox.path("secret");
-        std::fs::write(&secret, "0123456789abcdef0123456789abcdef\n").expect("the sandbox takes files");
-        sys::private(&secret);
+        let secret = make_secret(&sandbox);
         let ports: Vec<Port> = (0..=options.servers).map(|_| Port::reserve()).collect();
         let client = Client { sandbox: sandbox.clone(), meta: ports[0].address(), secret };
 
         let mut meta = client.process("meta", "meta");
         let dir = options.meta_dir.clone().unwrap_or_else(|| sandbox.path("meta"));
         meta.args(["--dir".into(), dir.into_os_string(), "--listen".into(), ports[0].address().into()]);
-        meta.args(timers(&options)).args(&options.meta_args);
+        meta.args(meta_flags(&options));
         meta.start();
         let data = (0..options.servers)
             .map(|n| {
@@ -222,15 +224,28 @@ impl Client {
     /// The binary with the environment that leads to the cluster.
     pub fn command(&self) -> Command {
         let mut command = Command::new(binary());
-        command.env("TORCHFS_META", &self.meta).env("TORCHFS_SECRET_FILE", &self.secret);
+        command.envs(self.environment());
         command
     }
 
     /// A process of this cluster, not yet started; `role` is its command.
     pub fn process(&self, name: &str, role: &str) -> Proc {
         let mut process = Proc::new(name, &binary(), self.sandbox.path(&format!("{name}.log")));
-        process.env("TORCHFS_META", &self.meta).env("TORCHFS_SECRET_FILE", &self.secret).args([role]);
+        for (key, value) in self.environment() {
+            process.env(key, value);
+        }
+        process.args([role]);
         process
+    }
+
+    /// What leads to the cluster and to nothing else on this machine.
+    fn environment(&self) -> [(&'static str, OsString); 4] {
+        [
+            ("TORCHFS_META", self.meta.clone().into()),
+            ("TORCHFS_SECRET_FILE", self.secret.clone().into_os_string()),
+            ("TORCHFS_RUNTIME_DIR", self.sandbox.path("run").into_os_string()),
+            ("TORCHFS_CONFIG", self.sandbox.path("torchfs.toml").into_os_string()),
+        ]
     }
 }
 
@@ -304,20 +319,29 @@ impl Drop for Mount {
     }
 }
 
-/// The flags that shorten the timers, for `meta` and `up`.
-pub fn timers(options: &Options) -> Vec<String> {
-    let mut flags = vec![];
-    let timers = [("--session-term-ms", options.session_term_ms), ("--lease-term-ms", options.lease_term_ms)];
-    for (flag, value) in timers {
-        flags.extend(value.map(|v| [flag.to_owned(), v.to_string()]).into_iter().flatten());
-    }
-    flags
+/// The flags of the metadata service, for `meta` and `up`.
+pub fn meta_flags(options: &Options) -> Vec<String> {
+    let flags = [
+        ("--redundancy", options.redundancy.clone()),
+        ("--session-term-ms", options.session_term_ms.map(|n| n.to_string())),
+        ("--lease-term-ms", options.lease_term_ms.map(|n| n.to_string())),
+    ];
+    let given = flags.into_iter().filter_map(|(flag, value)| Some([flag.to_owned(), value?]));
+    given.flatten().chain(options.meta_args.iter().cloned()).collect()
+}
+
+/// Writes the secret of a test's cluster.
+pub fn make_secret(sandbox: &Sandbox) -> PathBuf {
+    let secret = sandbox.path("secret");
+    std::fs::write(&secret, "0123456789abcdef0123456789abcdef\n").expect("the sandbox takes files");
+    sys::private(&secret);
+    secret
 }
 
 /// How many data servers a status counts among the living.
 pub fn living_servers(status: &Value) -> usize {
     let servers = status["servers"].as_array().map(Vec::as_slice).unwrap_or_default();
-    servers.iter().filter(|s| s["state"].as_str() == Some("up")).count()
+    servers.iter().filter(|s| s["up"].as_bool() == Some(true)).count()
 }
 
 /// The binary under test: `TORCHFS_BIN`, or the one built beside the tests.

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::cluster::{Client, Mount, Options, timers};
+use crate::cluster::{Client, Mount, Options, make_secret, meta_flags};
 use crate::ports::Port;
 use crate::sandbox::Sandbox;
 
@@ -93,15 +93,15 @@ impl Up {
         let dir = sandbox.path("up");
         let path = sandbox.folder("mnt");
         let port = Port::reserve();
-        // `up` makes the secret itself, in its folder.
-        let client = Client::new(sandbox, &port.address(), &dir.join("secret"));
+        let client = Client::new(sandbox, &port.address(), &make_secret(sandbox));
         let mut process = client.process("up", "up");
         process
             .args(["--dir".as_ref(), dir.as_os_str(), "--listen".as_ref(), port.address().as_ref()])
             .args(["--servers", &options.servers.to_string()])
             .args(["--mount".as_ref(), path.as_os_str()])
-            .args(timers(options))
-            .args(&options.meta_args);
+            .args(meta_flags(options))
+            .args(&options.data_args)
+            .args(&options.mount_args);
         let mut mount = Mount::of(process, &path);
         mount.start();
         Up { mount, client, _port: port }

@@ -8,7 +8,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use serde_json::Value;
-use torchfs_tests::cluster::{Client, binary};
+use torchfs_tests::cluster::{Client, binary, make_secret};
 use torchfs_tests::ground::Up;
 use torchfs_tests::ports::Port;
 use torchfs_tests::{Cluster, Mount, Options, Ran, Rng, Sandbox, eventually, run, sys};
@@ -18,7 +18,8 @@ const COMMANDS: &[&str] =
 
 /// A command line without any cluster.
 fn alone<'a>(args: impl IntoIterator<Item = &'a str>) -> Ran {
-    run(Command::new(binary()).args(args).env_remove("TORCHFS_META").env_remove("TORCHFS_SECRET_FILE"))
+    let command = &mut Command::new(binary());
+    run(command.args(args).env_remove("TORCHFS_META").env_remove("TORCHFS_SECRET_FILE"))
 }
 
 /// Panics unless the failure is short, no stack trace, and says `about`.
@@ -75,7 +76,7 @@ fn status_and_df_count_what_was_written() {
         let now = cluster.status();
         let grown =
             |key: &str| now[key].as_u64().unwrap_or(0) as i64 - before[key].as_u64().unwrap_or(0) as i64;
-        if grown("files") == 10 && grown("blocks") >= 10 { Ok(()) } else { Err(now.to_string()) }
+        if grown("inodes") == 10 && grown("blocks") >= 10 { Ok(()) } else { Err(now.to_string()) }
     });
     let (total, free, ..) = sys::space(mount.path()).unwrap();
     assert!(total > free);
@@ -121,16 +122,9 @@ fn a_folder_that_cannot_be_used_is_said() {
     fs::write(&file, "").unwrap();
     let port = Port::reserve();
     for role in ["meta", "data"] {
-        let ran = alone([
-            role,
-            "--dir",
-            &file.to_string_lossy(),
-            "--listen",
-            &port.address(),
-            "--meta",
-            "127.0.0.1:1",
-        ]);
-        sentence(ran, &[&file.to_string_lossy()]);
+        let mut command = Command::new(binary());
+        command.args([role, "--dir", &file.to_string_lossy(), "--listen", &port.address()]);
+        sentence(run(command.env("TORCHFS_META", "127.0.0.1:1")), &[&file.to_string_lossy()]);
     }
     // Without rights, as somebody else, with a copy of the binary that he may run.
     let copy = sandbox.path("torchfs");
@@ -210,9 +204,7 @@ fn a_wrong_secret_is_said() {
 fn a_cluster_that_does_not_answer_is_said() {
     let sandbox = Sandbox::new();
     let port = Port::reserve();
-    let secret = sandbox.path("secret");
-    fs::write(&secret, "0123456789abcdef0123456789abcdef\n").unwrap();
-    sys::private(&secret);
+    let secret = make_secret(&sandbox);
     let client = Client::new(&sandbox, &port.address(), &secret);
     sentence(client.torchfs(["status"]), &[&port.address()]);
     sentence(client.torchfs(["status", "--meta", "no address"]), &[]);
@@ -248,7 +240,7 @@ fn up_stops_cleanly_and_comes_back() {
         up.mount.start();
         assert_eq!(fs::read_to_string(up.mount.at("f")).unwrap(), "kept");
     }
-    assert!(up.client.torchfs(["status"]).ok().contains("server"));
+    assert!(up.client.torchfs(["status"]).ok().contains("SERVER"));
 }
 
 #[test]
@@ -285,8 +277,10 @@ fn the_mount_helper_takes_what_fstab_gives() {
     let helper = cluster.sandbox().path("mount.torchfs");
     std::os::unix::fs::symlink(binary(), &helper).unwrap();
     let secret = cluster.sandbox().path("secret");
-    let options = format!("rw,noatime,secret-file={}", secret.display());
-    run(Command::new(&helper).arg(cluster.address()).arg(&path).args(["-o", &options])).ok();
+    let options = format!("rw,noatime,secret_file={}", secret.display());
+    let mut mount = Command::new(&helper);
+    mount.arg(cluster.address()).arg(&path).args(["-o", &options]);
+    run(mount.env("TORCHFS_RUNTIME_DIR", cluster.sandbox().path("run"))).ok();
     fs::write(path.join("f"), "from fstab").unwrap();
     cluster.torchfs(["umount", &path.to_string_lossy()]).ok();
 }

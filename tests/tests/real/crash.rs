@@ -137,6 +137,7 @@ impl Machines {
             lease_term_ms: Some(500),
             meta_dir: Some(meta.path().join("meta")),
             data_dirs: data.iter().map(|d| d.path().join("data")).collect(),
+            data_args: vec!["--segment-size".into(), "64MiB".into()],
             ..Options::default()
         };
         Machines { cluster: Cluster::inside(&sandbox, options), meta, data }
@@ -283,6 +284,7 @@ fn a_full_data_disk_is_enospc_and_deletes_still_work() {
         lease_term_ms: Some(300),
         session_term_ms: Some(2000),
         data_dirs: vec![disk.path().join("data")],
+        data_args: vec!["--segment-size".into(), "32MiB".into()],
         ..Options::default()
     };
     let cluster = Cluster::inside(&sandbox, options);
@@ -297,7 +299,7 @@ fn a_full_data_disk_is_enospc_and_deletes_still_work() {
         fs::remove_file(mount.at(&format!("fill-{n}"))).ok();
     }
     eventually("freed space to be usable", || {
-        cluster.torchfs(["gc"]);
+        cluster.torchfs(["gc", "--timeout", "2s"]);
         let write = || -> std::io::Result<()> {
             let file = File::create(mount.at("again"))?;
             file.write_all_at(&kept, 0)?;
@@ -391,7 +393,7 @@ fn orphaned_blocks_are_collected_and_blocks_in_flight_never() {
         let file = File::create(steady.at(&format!("steady-{round}"))).unwrap();
         for piece in 0..8u64 {
             file.write_all_at(&Rng::new(piece).bytes(1 << 20), piece << 20).unwrap();
-            cluster.torchfs(["gc"]).ok();
+            cluster.torchfs(["gc", "--timeout", "2s"]);
         }
         sys::close(file).unwrap();
     }
@@ -408,7 +410,7 @@ fn orphaned_blocks_are_collected_and_blocks_in_flight_never() {
     }
     drop(fresh);
     eventually("blocks that nobody owns to be collected", || {
-        cluster.torchfs(["gc"]).ok();
+        cluster.torchfs(["gc", "--timeout", "2s"]);
         let now = blocks(&cluster);
         if now <= before { Ok(()) } else { Err(format!("{now} blocks, {before} at the beginning")) }
     });
@@ -419,5 +421,5 @@ fn orphaned_blocks_are_collected_and_blocks_in_flight_never() {
 fn blocks(cluster: &Cluster) -> u64 {
     let status = cluster.status();
     let servers = status["servers"].as_array().expect("a list of servers");
-    servers.iter().map(|s| s["blocks"].as_u64().expect("a server counts its blocks")).sum()
+    servers.iter().map(|s| s["pieces"].as_u64().expect("a server counts its pieces")).sum()
 }

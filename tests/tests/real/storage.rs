@@ -51,7 +51,7 @@ fn flip(cluster: &mut Cluster, content: &[u8]) -> usize {
 
 #[test]
 fn a_flipped_bit_is_an_error_that_names_block_and_server() {
-    let mut cluster = Cluster::start();
+    let mut cluster = Cluster::with(Options { redundancy: Some("replicas:1".into()), ..Options::default() });
     let bytes = Rng::new(60).bytes(2 << 20);
     {
         let mut mount = cluster.mount();
@@ -78,6 +78,22 @@ fn a_flipped_bit_is_an_error_that_names_block_and_server() {
             _ => Err(logs),
         }
     });
+}
+
+#[test]
+fn a_flipped_bit_in_one_copy_is_read_from_the_other() {
+    let mut cluster = Cluster::with(Options { redundancy: Some("replicas:2".into()), ..Options::default() });
+    let bytes = Rng::new(66).bytes(2 << 20);
+    {
+        let mut mount = cluster.mount();
+        fs::write(mount.at("f"), &bytes).unwrap();
+        mount.unmount(cluster.client());
+    }
+    for at in [70_000, 900_000, 1_500_000] {
+        flip(&mut cluster, &bytes[at..at + 64]);
+    }
+    let mount = cluster.mount();
+    assert!(fs::read(mount.at("f")).unwrap() == bytes, "wrong bytes were served");
 }
 
 #[test]
@@ -114,7 +130,7 @@ fn deleted_space_comes_back() {
     });
     fs::remove_file(mount.at("goes")).unwrap();
     eventually("the space to come back", || {
-        cluster.torchfs(["gc"]).ok();
+        cluster.torchfs(["gc", "--timeout", "2s"]);
         let now = used(&cluster);
         if now <= before + (4 << 20) { Ok(()) } else { Err(format!("{before} → {now}")) }
     });
@@ -155,7 +171,7 @@ fn a_fragmented_file_is_compacted_and_keeps_its_bytes() {
     let before = pieces(&cluster);
     assert!(before > 20, "the file is not fragmented: {before} blocks");
     eventually("compaction", || {
-        cluster.torchfs(["gc"]).ok();
+        cluster.torchfs(["gc", "--timeout", "2s"]);
         let now = pieces(&cluster);
         if now <= before / 2 { Ok(()) } else { Err(format!("{before} → {now} blocks")) }
     });
