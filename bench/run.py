@@ -134,7 +134,8 @@ class Cluster(Folder):
         secret = home / "secret"
         secret.write_text("0123456789abcdef0123456789abcdef\n")
         secret.chmod(0o600)
-        self.env = dict(os.environ, TORCHFS_META=f"127.0.0.1:{self.ports[0]}", TORCHFS_SECRET_FILE=str(secret))
+        self.env = dict(os.environ, TORCHFS_META=f"127.0.0.1:{self.ports[0]}", TORCHFS_SECRET_FILE=str(secret),
+                        TORCHFS_RUNTIME_DIR=str(home / "run"))
         self.start()
         super().__init__("torchfs", self.mount / "bench")
 
