@@ -1,3 +1,96 @@
-//! The one binary of TorchFS.
+//! The one binary of TorchFS: parses, builds, prints.
+//!
+//! Each command has a file under `commands/`; what a role is made of stands in `roles.rs`. File-system meaning lives in
+//! the crates below, never here.
 
-fn main() {}
+mod commands;
+mod connect;
+mod http;
+mod logging;
+mod print;
+mod roles;
+mod settings;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// A distributed file system for machine-learning training.
+///
+/// One machine, all roles in one process:
+///
+///   torchfs up --dir ./data --servers 3 --mount /mnt/t
+///
+/// The same roles apart: `meta` once, `data` on every storage machine, `mount` wherever programs run. Settings come from
+/// /etc/torchfs.toml, then TORCHFS_* variables, then flags.
+#[derive(Parser)]
+#[command(name = "torchfs", version, max_term_width = 100, subcommand_required = true, arg_required_else_help = true)]
+struct Cli {
+    /// How much to log to stderr: error, warn, info, debug, or a filter such as `torchfs_meta=debug`
+    #[arg(long, global = true, env = "TORCHFS_LOG", default_value = "info", value_name = "LEVEL")]
+    log: String,
+
+    /// Log one JSON object per line
+    #[arg(long, global = true)]
+    log_json: bool,
+
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Up(commands::up::Args),
+    Meta(commands::meta::Args),
+    Data(commands::data::Args),
+    Mount(commands::mount::Args),
+    Umount(commands::umount::Args),
+    Status(commands::status::Args),
+    Sessions(commands::sessions::Args),
+    Fsck(commands::fsck::Args),
+    Gc(commands::gc::Args),
+    Df(commands::df::Args),
+    Systemd(commands::systemd::Args),
+}
+
+fn main() -> ExitCode {
+    let words: Vec<String> = std::env::args().collect();
+    let words = match commands::mount::translate_mount_helper(&words) {
+        Ok(words) => words,
+        Err(sentence) => return fail(&sentence),
+    };
+    let cli = match settings::parse::<Cli>(words) {
+        Ok(cli) => cli,
+        Err(settings::Wrong::Usage(error)) => {
+            // clap prints help on stdout with status 0 and mistakes on stderr with status 2.
+            let code = if error.use_stderr() { 2 } else { 0 };
+            let _ = error.print();
+            return ExitCode::from(code);
+        }
+        Err(settings::Wrong::File(sentence)) => return fail(&sentence),
+    };
+    logging::start(&cli.log, cli.log_json);
+    let result = match cli.command {
+        Command::Up(args) => commands::up::run(args),
+        Command::Meta(args) => commands::meta::run(args),
+        Command::Data(args) => commands::data::run(args),
+        Command::Mount(args) => commands::mount::run(args),
+        Command::Umount(args) => commands::umount::run(args),
+        Command::Status(args) => commands::status::run(args),
+        Command::Sessions(args) => commands::sessions::run(args),
+        Command::Fsck(args) => commands::fsck::run(args),
+        Command::Gc(args) => commands::gc::run(args),
+        Command::Df(args) => commands::df::run(args),
+        Command::Systemd(args) => commands::systemd::run(args),
+    };
+    match result {
+        Ok(code) => code,
+        Err(error) => fail(&format!("{error:#}")),
+    }
+}
+
+/// One clear sentence on stderr and a status that is not zero.
+fn fail(sentence: &str) -> ExitCode {
+    eprintln!("torchfs: {sentence}");
+    ExitCode::FAILURE
+}

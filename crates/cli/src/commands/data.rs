@@ -1,0 +1,70 @@
+//! `torchfs data`: a data server as a process of its own.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use crate::connect::{self, Connect};
+use crate::roles::{self, DataOptions};
+
+/// Run a data server; it joins the cluster by starting
+///
+///   torchfs data --dir /disk1/torchfs --listen 10.0.0.2:7080 --meta 10.0.0.1:7070 --secret-file secret
+#[derive(clap::Args)]
+pub struct Args {
+    /// Folder for the blocks; made if it is missing
+    #[arg(long, value_name = "DIR")]
+    dir: PathBuf,
+
+    /// Where to listen; port 0 takes a free one
+    #[arg(long, env = "TORCHFS_LISTEN", default_value = "127.0.0.1:0", value_name = "HOST:PORT")]
+    listen: String,
+
+    /// The address that others reach it by [default: where it listens]
+    #[arg(long, value_name = "HOST:PORT")]
+    advertise: Option<String>,
+
+    /// Failure domain, for example a rack
+    #[arg(long, default_value = "", value_name = "NAME")]
+    zone: String,
+
+    /// Work without a secret, even beyond loopback: anybody who reaches the port can do anything
+    #[arg(long)]
+    insecure: bool,
+
+    /// Serve /metrics and /healthz here
+    #[arg(long, value_name = "HOST:PORT")]
+    metrics: Option<String>,
+
+    #[command(flatten)]
+    connect: Connect,
+
+    #[command(flatten)]
+    options: DataOptions,
+}
+
+/// Runs until a signal ends it.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    connect::check_addr(&args.listen, "--listen")?;
+    if let Some(addr) = &args.advertise {
+        connect::check_addr(addr, "--advertise")?;
+    }
+    let found = args.connect.find()?;
+    roles::block_on(async move {
+        roles::make_dir(&args.dir)?;
+        let stop = roles::stop_signal()?;
+        let cluster = roles::Cluster::remote(&found);
+        let start = roles::DataStart {
+            dir: &args.dir,
+            listen: &args.listen,
+            advertise: args.advertise.as_deref(),
+            zone: &args.zone,
+            insecure: args.insecure,
+        };
+        let data = roles::Data::start(start, &cluster, &args.options).await?;
+        crate::http::start(args.metrics.as_deref(), data.health()).await?;
+        println!("data server at {}", data.addr());
+        stop.await;
+        data.stop().await;
+        Ok(ExitCode::SUCCESS)
+    })
+}

@@ -1,0 +1,66 @@
+//! `torchfs df`: space by data server.
+
+use std::process::ExitCode;
+
+use serde_json::json;
+
+use crate::connect::Connect;
+use crate::{print, roles};
+
+/// Show space used and free, by data server and in all
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    connect: Connect,
+
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Asks and prints.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let found = args.connect.find()?;
+    let report = roles::block_on(async move { Ok(roles::tool(&found).status().await?) })?;
+    let sum = |f: fn(&torchfs_proto::layout::ServerInfo) -> u64| report.servers.iter().map(f).sum::<u64>();
+    let (total, free, used) = (sum(|s| s.total), sum(|s| s.free), sum(|s| s.used));
+    if args.json {
+        let servers: Vec<_> = report
+            .servers
+            .iter()
+            .map(|s| json!({"id": s.id.0, "addr": s.addr, "up": s.up, "total": s.total, "free": s.free, "used": s.used}))
+            .collect();
+        let out = json!({"total": total, "free": free, "used": used, "content": report.bytes, "inodes": report.inodes,
+                         "redundancy": report.redundancy, "servers": servers});
+        println!("{out:#}");
+        return Ok(ExitCode::SUCCESS);
+    }
+    let percent = |used: u64, free: u64| match used + free {
+        0 => "-".to_string(),
+        all => format!("{} %", used.saturating_mul(100) / all),
+    };
+    let mut rows: Vec<Vec<String>> = report
+        .servers
+        .iter()
+        .map(|s| {
+            vec![
+                format!("server {}", s.id),
+                print::size(s.total),
+                print::size(s.used),
+                print::size(s.free),
+                percent(s.used, s.free),
+                if s.up { s.addr.clone() } else { format!("{} (down)", s.addr) },
+            ]
+        })
+        .collect();
+    rows.push(vec![
+        "all".into(),
+        print::size(total),
+        print::size(used),
+        print::size(free),
+        percent(used, free),
+        format!("{} of content, {}", print::size(report.bytes), report.redundancy),
+    ]);
+    print!("{}", print::table(&["", "TOTAL", "USED", "FREE", "USE", "WHERE"], &rows));
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,85 @@
+//! `torchfs status`: the cluster at a glance.
+
+use std::process::ExitCode;
+
+use serde_json::json;
+
+use crate::connect::Connect;
+use crate::{print, roles};
+
+/// Show servers, capacity, files, blocks, health
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    connect: Connect,
+
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Asks and prints; the status is 0 whenever the cluster answered.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let found = args.connect.find()?;
+    let report = roles::block_on(async move { Ok(roles::tool(&found).status().await?) })?;
+    if args.json {
+        let servers: Vec<_> = report
+            .servers
+            .iter()
+            .map(|s| {
+                json!({"id": s.id.0, "addr": s.addr, "up": s.up, "zone": s.zone, "total": s.total, "free": s.free,
+                       "used": s.used, "pieces": s.pieces})
+            })
+            .collect();
+        let out = json!({
+            "cluster": format!("{:016x}", report.cluster.0),
+            "incarnation": report.incarnation.0,
+            "health": if report.warnings.is_empty() { "ok" } else { "needs attention" },
+            "warnings": report.warnings,
+            "volumes": report.volumes,
+            "redundancy": report.redundancy,
+            "inodes": report.inodes,
+            "blocks": report.blocks,
+            "bytes": report.bytes,
+            "dead_blocks": report.dead,
+            "sessions": report.sessions,
+            "meta_bytes": report.meta_bytes,
+            "meta_free": report.meta_free,
+            "placement": report.placement,
+            "servers": servers,
+        });
+        println!("{out:#}");
+        return Ok(ExitCode::SUCCESS);
+    }
+    let health = if report.warnings.is_empty() { "healthy" } else { "needs attention" };
+    println!("cluster {:016x}: {health}", report.cluster.0);
+    for warning in &report.warnings {
+        println!("  ! {warning}");
+    }
+    println!(
+        "{} inodes, {} in {} blocks ({} waiting to be deleted), {}, {} sessions, metadata {}",
+        print::count(report.inodes),
+        print::size(report.bytes),
+        print::count(report.blocks),
+        print::count(report.dead),
+        report.redundancy,
+        report.sessions,
+        print::size(report.meta_bytes),
+    );
+    let rows: Vec<Vec<String>> = report
+        .servers
+        .iter()
+        .map(|s| {
+            vec![
+                s.id.to_string(),
+                if s.up { "up" } else { "down" }.to_string(),
+                print::size(s.used),
+                print::size(s.free),
+                print::count(s.pieces),
+                s.addr.clone(),
+            ]
+        })
+        .collect();
+    print!("{}", print::table(&["SERVER", "STATE", "USED", "FREE", "PIECES", "ADDRESS"], &rows));
+    Ok(ExitCode::SUCCESS)
+}

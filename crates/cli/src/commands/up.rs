@@ -1,0 +1,121 @@
+//! `torchfs up`: all roles in one process, for one machine.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use torchfs_proto::layout::Scheme;
+
+use crate::connect::{self, Note};
+use crate::roles::{self, DataOptions, MetaOptions, MountOptions};
+
+/// Run a whole cluster in one process, in the foreground
+///
+///   torchfs up --dir ./data --servers 3 --mount /mnt/t
+///
+/// Other machines may mount it too when --listen names an address they reach. Ctrl-C stops it and unmounts cleanly.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Folder for everything; made if it is missing
+    #[arg(long, value_name = "DIR")]
+    dir: PathBuf,
+
+    /// How many data servers
+    #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    servers: u16,
+
+    /// Mount the volume here
+    #[arg(long, value_name = "PATH")]
+    mount: Option<PathBuf>,
+
+    /// Where the metadata service listens; port 0 takes a free one
+    #[arg(long, env = "TORCHFS_LISTEN", default_value = "127.0.0.1:7070", value_name = "HOST:PORT")]
+    listen: String,
+
+    /// File with the cluster secret [default: DIR/secret, made if it is missing]
+    #[arg(long, env = "TORCHFS_SECRET_FILE", value_name = "FILE")]
+    secret_file: Option<PathBuf>,
+
+    /// Work without a secret, even beyond loopback: anybody who reaches the port can do anything
+    #[arg(long)]
+    insecure: bool,
+
+    /// Serve /metrics and /healthz here
+    #[arg(long, value_name = "HOST:PORT")]
+    metrics: Option<String>,
+
+    #[command(flatten)]
+    meta_options: MetaOptions,
+
+    #[command(flatten)]
+    data_options: DataOptions,
+
+    #[command(flatten)]
+    mount_options: MountOptions,
+}
+
+/// Runs until a signal ends it, or somebody unmounts.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    connect::check_addr(&args.listen, "--listen")?;
+    roles::block_on(async move {
+        roles::make_dir(&args.dir)?;
+        let secret_file = args.secret_file.clone().unwrap_or_else(|| args.dir.join("secret"));
+        let secret = match (&args.secret_file, args.insecure) {
+            (_, true) => Vec::new(),
+            (Some(path), _) => connect::read_secret(path)?,
+            (None, _) => connect::make_secret(&secret_file)?,
+        };
+        let stop = roles::stop_signal()?;
+        let mut meta_options = args.meta_options.clone();
+        // All servers share one machine: a second copy would cost space and save nobody from anything.
+        meta_options.redundancy.get_or_insert(Scheme::Replicas(1));
+        let meta_dir = args.dir.join("meta");
+        roles::make_dir(&meta_dir)?;
+        let meta = roles::Meta::start(&meta_dir, &args.listen, &secret, args.insecure, &meta_options).await?;
+        let cluster = roles::Cluster::local(&meta, &secret);
+        let host = args.listen.rsplit_once(':').map_or("127.0.0.1", |(host, _)| host).to_string();
+        let mut servers = Vec::new();
+        for n in 1..=args.servers {
+            let dir = args.dir.join(format!("data{n}"));
+            roles::make_dir(&dir)?;
+            let listen = format!("{host}:0");
+            let start =
+                roles::DataStart { dir: &dir, listen: &listen, advertise: None, zone: "", insecure: args.insecure };
+            servers.push(roles::Data::start(start, &cluster, &args.data_options).await?);
+        }
+        let note = Note::leave(&meta.addr(), (!args.insecure).then_some(secret_file.as_path()));
+        let mount = match &args.mount {
+            Some(path) => {
+                Some(roles::Mount::start(path, "", &cluster, &args.mount_options).await.context("cannot mount")?)
+            }
+            None => None,
+        };
+        crate::http::start(args.metrics.as_deref(), meta.health()).await?;
+        println!("metadata service at {}", meta.addr());
+        println!("{} data servers under {}", servers.len(), args.dir.display());
+        match &args.mount {
+            Some(path) => println!("mounted at {}; Ctrl-C stops and unmounts", path.display()),
+            None => println!("mount it with: torchfs mount /mnt/t; Ctrl-C stops"),
+        }
+        match &mount {
+            Some(mount) => {
+                tokio::select! {
+                    () = stop => {}
+                    () = mount.ended() => tracing::info!("unmounted from outside; stopping"),
+                }
+            }
+            None => stop.await,
+        }
+        drop(note);
+        let unmounted = match mount {
+            Some(mount) => mount.stop().await,
+            None => Ok(()),
+        };
+        for server in servers {
+            server.stop().await;
+        }
+        meta.stop().await;
+        unmounted?;
+        Ok(ExitCode::SUCCESS)
+    })
+}

@@ -1,0 +1,175 @@
+//! How a command finds its cluster: `--meta`, TORCHFS_META, or the one cluster that `torchfs up` runs on this machine.
+//!
+//! `up` leaves a note under the runtime folder while it runs: where its metadata service listens and where its secret
+//! is. A command without `--meta` follows the only note there is; with `--meta` the note of that address tells the secret.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+use clap::Args;
+
+/// Flags of every command that talks to a cluster.
+#[derive(Args, Clone, Debug, Default)]
+pub struct Connect {
+    /// The metadata service: HOST:PORT, several separated by commas [default: the cluster that `up` runs here]
+    #[arg(long, env = "TORCHFS_META", value_name = "HOST:PORT[,…]", value_delimiter = ',')]
+    pub meta: Vec<String>,
+
+    /// File with the cluster secret (`up` and `meta` make one in their folder)
+    #[arg(long, env = "TORCHFS_SECRET_FILE", value_name = "FILE")]
+    pub secret_file: Option<PathBuf>,
+}
+
+/// A cluster found.
+#[derive(Clone, Debug)]
+pub struct Found {
+    /// Addresses of the metadata service.
+    pub meta: Vec<String>,
+    /// The secret; empty without one.
+    pub secret: Vec<u8>,
+    /// The file it came from, to hand on.
+    pub secret_file: Option<PathBuf>,
+}
+
+impl Connect {
+    /// Looks for the cluster.
+    pub fn find(&self) -> anyhow::Result<Found> {
+        let notes = notes();
+        let (meta, noted) = if self.meta.is_empty() {
+            match notes.as_slice() {
+                [note] => (vec![note.meta.clone()], note.secret_file.clone()),
+                [] => bail!(
+                    "no cluster given and none runs on this machine; give --meta HOST:PORT or set TORCHFS_META, \
+                     or start one with: torchfs up --dir ./data"
+                ),
+                several => bail!(
+                    "{} clusters run on this machine ({}); choose one with --meta HOST:PORT",
+                    several.len(),
+                    several.iter().map(|n| n.meta.as_str()).collect::<Vec<_>>().join(", ")
+                ),
+            }
+        } else {
+            for addr in &self.meta {
+                check_addr(addr, "--meta")?;
+            }
+            let noted = notes.into_iter().find(|n| self.meta.contains(&n.meta)).and_then(|n| n.secret_file);
+            (self.meta.clone(), noted)
+        };
+        let secret_file = self.secret_file.clone().or(noted);
+        let secret = match &secret_file {
+            Some(path) => read_secret(path)?,
+            None => Vec::new(),
+        };
+        Ok(Found { meta, secret, secret_file })
+    }
+}
+
+/// Refuses what cannot be an address, with a sentence.
+pub fn check_addr(addr: &str, flag: &str) -> anyhow::Result<()> {
+    let port = addr.rsplit_once(':').filter(|(host, _)| !host.is_empty()).map(|(_, port)| port.parse::<u16>());
+    match port {
+        Some(Ok(_)) => Ok(()),
+        _ => bail!("`{addr}` is not an address; {flag} takes HOST:PORT, for example 127.0.0.1:7070"),
+    }
+}
+
+/// Reads a secret; white space at its ends does not count.
+pub fn read_secret(path: &Path) -> anyhow::Result<Vec<u8>> {
+    let bytes = fs::read(path)
+        .with_context(|| format!("cannot read the secret {}; give the right --secret-file", path.display()))?;
+    let secret = bytes.trim_ascii().to_vec();
+    if secret.is_empty() {
+        bail!("the secret {} is empty; copy it from the folder of `torchfs meta` or `torchfs up`", path.display());
+    }
+    Ok(secret)
+}
+
+/// Reads the secret of a folder, or draws one if there is none.
+pub fn make_secret(path: &Path) -> anyhow::Result<Vec<u8>> {
+    if path.exists() {
+        return read_secret(path);
+    }
+    let secret: String = (0..4).map(|_| format!("{:016x}", rand::random::<u64>())).collect();
+    let mut file = fs::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)
+        .with_context(|| format!("cannot write the secret {}", path.display()))?;
+    file.write_all(secret.as_bytes())?;
+    file.write_all(b"\n")?;
+    file.sync_all()?;
+    Ok(secret.into_bytes())
+}
+
+/// A note about a running cluster; gone when dropped.
+pub struct Note {
+    path: PathBuf,
+}
+
+impl Note {
+    /// Leaves a note; without rights to do so there is none, and commands need `--meta`.
+    pub fn leave(meta: &str, secret_file: Option<&Path>) -> Option<Note> {
+        let dir = runtime_dir();
+        fs::create_dir_all(&dir).ok()?;
+        let path = dir.join(format!("{}.toml", std::process::id()));
+        let secret = secret_file.map(fs::canonicalize).and_then(Result::ok).unwrap_or_default();
+        let text = format!("meta = {meta:?}\nsecret_file = {:?}\n", secret.display().to_string());
+        let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&path).ok()?;
+        file.write_all(text.as_bytes()).ok()?;
+        Some(Note { path })
+    }
+}
+
+impl Drop for Note {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+struct Noted {
+    meta: String,
+    secret_file: Option<PathBuf>,
+}
+
+/// The notes of processes that still live.
+fn notes() -> Vec<Noted> {
+    let Ok(entries) = fs::read_dir(runtime_dir()) else { return Vec::new() };
+    let mut notes = Vec::new();
+    for path in entries.filter_map(Result::ok).map(|e| e.path()) {
+        if path.extension().is_none_or(|e| e != "toml") {
+            continue;
+        }
+        let alive = path
+            .file_stem()
+            .and_then(|s| s.to_str())
+            .and_then(|s| s.parse::<u32>().ok())
+            .is_some_and(|pid| Path::new(&format!("/proc/{pid}")).exists());
+        if !alive {
+            let _ = fs::remove_file(&path);
+            continue;
+        }
+        let Some(table) = fs::read_to_string(&path).ok().and_then(|t| t.parse::<toml::Table>().ok()) else { continue };
+        let text = |key: &str| table.get(key).and_then(|v| v.as_str()).unwrap_or_default().to_string();
+        let secret = text("secret_file");
+        notes.push(Noted { meta: text("meta"), secret_file: (!secret.is_empty()).then(|| secret.into()) });
+    }
+    notes
+}
+
+/// A file in the runtime folder, which is made if it is missing.
+pub fn runtime_file(name: &str) -> anyhow::Result<PathBuf> {
+    let dir = runtime_dir();
+    fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+    Ok(dir.join(name))
+}
+
+fn runtime_dir() -> PathBuf {
+    match std::env::var_os("TORCHFS_RUNTIME_DIR").or_else(|| std::env::var_os("XDG_RUNTIME_DIR")) {
+        Some(dir) => PathBuf::from(dir).join("torchfs"),
+        None => PathBuf::from("/run/torchfs"),
+    }
+}

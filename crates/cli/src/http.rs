@@ -1,0 +1,72 @@
+//! The pages every role serves when given an address: `/metrics` in Prometheus text and `/healthz`.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+
+/// Says whether the role is well, or what is wrong with it.
+pub type Health = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
+
+/// A request longer than this is refused; two short lines are all we serve.
+const REQUEST_MAX: usize = 8 << 10;
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Starts to collect metrics, and serves them at `addr` if there is one.
+pub async fn start(addr: Option<&str>, health: Health) -> anyhow::Result<()> {
+    let Some(addr) = addr else { return Ok(()) };
+    let metrics = PrometheusBuilder::new().install_recorder().context("cannot start metrics")?;
+    let listener = TcpListener::bind(addr).await.with_context(|| {
+        format!("cannot serve metrics at {addr}; choose another address with --metrics HOST:PORT")
+    })?;
+    let local: SocketAddr = listener.local_addr()?;
+    tracing::info!("metrics at http://{local}/metrics");
+    tokio::spawn(async move {
+        let limit = Arc::new(tokio::sync::Semaphore::new(32));
+        loop {
+            let Ok((stream, _)) = listener.accept().await else {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                continue;
+            };
+            let Ok(permit) = limit.clone().acquire_owned().await else { return };
+            let (metrics, health) = (metrics.clone(), health.clone());
+            tokio::spawn(async move {
+                let _ = tokio::time::timeout(REQUEST_TIMEOUT, answer(stream, &metrics, &health)).await;
+                drop(permit);
+            });
+        }
+    });
+    Ok(())
+}
+
+async fn answer(mut stream: TcpStream, metrics: &PrometheusHandle, health: &Health) -> std::io::Result<()> {
+    let mut head = Vec::new();
+    let mut part = [0; 1024];
+    while !head.windows(4).any(|w| w == b"\r\n\r\n") {
+        let n = stream.read(&mut part).await?;
+        if n == 0 || head.len() + n > REQUEST_MAX {
+            return Ok(());
+        }
+        head.extend_from_slice(&part[..n]);
+    }
+    let line = String::from_utf8_lossy(head.split(|b| *b == b'\r').next().unwrap_or_default()).into_owned();
+    let (status, body) = match line.split(' ').nth(1) {
+        Some("/metrics") => ("200 OK", metrics.render()),
+        Some("/healthz") => match health() {
+            Ok(()) => ("200 OK", "ok\n".to_string()),
+            Err(sentence) => ("503 Service Unavailable", format!("{sentence}\n")),
+        },
+        _ => ("404 Not Found", "see /metrics and /healthz\n".to_string()),
+    };
+    let head = format!(
+        "HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+        body.len()
+    );
+    stream.write_all(head.as_bytes()).await?;
+    stream.write_all(body.as_bytes()).await?;
+    stream.shutdown().await
+}

@@ -1,0 +1,54 @@
+//! What each role is made of: its folder, its service, its listener, and how it ends.
+//!
+//! A role is started, lives until it is told to stop, and is then taken apart in the right order. `up` starts several in
+//! one process and lets them call each other directly through [`Cluster::local`].
+
+mod cluster;
+mod data;
+mod meta;
+mod mount;
+
+use std::future::Future;
+use std::path::Path;
+
+use anyhow::Context;
+
+pub use cluster::{Cluster, tool};
+pub use data::{Data, DataOptions, DataStart};
+pub use meta::{Meta, MetaOptions};
+pub use mount::{Mount, MountOptions, unmount};
+
+/// Runs the process's one runtime.
+pub fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .thread_name("runtime")
+        .build()
+        .context("cannot start threads")?;
+    let result = runtime.block_on(work);
+    // What still runs is background work of roles that were stopped already.
+    runtime.shutdown_timeout(std::time::Duration::from_secs(2));
+    result
+}
+
+/// Ends when the process is asked to stop. Registered at once, so that no signal is missed while roles start.
+pub fn stop_signal() -> anyhow::Result<impl Future<Output = ()>> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut hangup = signal(SignalKind::hangup())?;
+    Ok(async move {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+            _ = hangup.recv() => {}
+        }
+    })
+}
+
+/// Makes a folder, or says why it cannot.
+pub fn make_dir(dir: &Path) -> anyhow::Result<()> {
+    std::fs::create_dir_all(dir).with_context(|| {
+        format!("cannot make the folder {}; choose another --dir, or make it writable", dir.display())
+    })
+}
