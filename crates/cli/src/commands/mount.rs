@@ -3,8 +3,8 @@
 //! Without `--foreground` the command starts itself again in the background, waits until that one says that the mount
 //! is there, and ends; so fstab and scripts find the mount ready.
 
-use std::io::Read;
-use std::os::fd::{AsRawFd};
+use std::fs::OpenOptions;
+use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
