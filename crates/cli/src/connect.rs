@@ -69,7 +69,8 @@ impl Connect {
 
 /// Refuses what cannot be an address, with a sentence.
 pub fn check_addr(addr: &str, flag: &str) -> anyhow::Result<()> {
-    let port = addr.rsplit_once(':').filter(|(host, _)| !host.is_empty()).map(|(_, port)| port.parse::<u16>());
+    let port =
+        addr.rsplit_once(':').filter(|(host, _)| !host.is_empty()).map(|(_, port)| port.parse::<u16>());
     match port {
         Some(Ok(_)) => Ok(()),
         _ => bail!("`{addr}` is not an address; {flag} takes HOST:PORT, for example 127.0.0.1:7070"),
@@ -78,11 +79,15 @@ pub fn check_addr(addr: &str, flag: &str) -> anyhow::Result<()> {
 
 /// Reads a secret; white space at its ends does not count.
 pub fn read_secret(path: &Path) -> anyhow::Result<Vec<u8>> {
-    let bytes = fs::read(path)
-        .with_context(|| format!("cannot read the secret {}; give the right --secret-file", path.display()))?;
+    let bytes = fs::read(path).with_context(|| {
+        format!("cannot read the secret {}; give the right --secret-file", path.display())
+    })?;
     let secret = bytes.trim_ascii().to_vec();
     if secret.is_empty() {
-        bail!("the secret {} is empty; copy it from the folder of `torchfs meta` or `torchfs up`", path.display());
+        bail!(
+            "the secret {} is empty; copy it from the folder of `torchfs meta` or `torchfs up`",
+            path.display()
+        );
     }
     Ok(secret)
 }
@@ -118,7 +123,8 @@ impl Note {
         let path = dir.join(format!("{}.toml", std::process::id()));
         let secret = secret_file.map(fs::canonicalize).and_then(Result::ok).unwrap_or_default();
         let text = format!("meta = {meta:?}\nsecret_file = {:?}\n", secret.display().to_string());
-        let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&path).ok()?;
+        let mut file =
+            fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&path).ok()?;
         file.write_all(text.as_bytes()).ok()?;
         Some(Note { path })
     }
@@ -152,7 +158,9 @@ fn notes() -> Vec<Noted> {
             let _ = fs::remove_file(&path);
             continue;
         }
-        let Some(table) = fs::read_to_string(&path).ok().and_then(|t| t.parse::<toml::Table>().ok()) else { continue };
+        let Some(table) = fs::read_to_string(&path).ok().and_then(|t| t.parse::<toml::Table>().ok()) else {
+            continue;
+        };
         let text = |key: &str| table.get(key).and_then(|v| v.as_str()).unwrap_or_default().to_string();
         let secret = text("secret_file");
         notes.push(Noted { meta: text("meta"), secret_file: (!secret.is_empty()).then(|| secret.into()) });

@@ -24,7 +24,13 @@ use clap::{Parser, Subcommand};
 /// The same roles apart: `meta` once, `data` on every storage machine, `mount` wherever programs run. Settings come from
 /// /etc/torchfs.toml, then TORCHFS_* variables, then flags.
 #[derive(Parser)]
-#[command(name = "torchfs", version, max_term_width = 100, subcommand_required = true, arg_required_else_help = true)]
+#[command(
+    name = "torchfs",
+    version,
+    max_term_width = 100,
+    subcommand_required = true,
+    arg_required_else_help = true
+)]
 struct Cli {
     /// How much to log to stderr: error, warn, info, debug, or a filter such as `torchfs_meta=debug`
     #[arg(long, global = true, env = "TORCHFS_LOG", default_value = "info", value_name = "LEVEL")]

@@ -70,7 +70,8 @@ pub fn table(headings: &[&str], rows: &[Vec<String>]) -> String {
 pub fn progress(what: &str, total: u64, hidden: bool) -> ProgressBar {
     let target = if hidden { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
     let bar = ProgressBar::with_draw_target(Some(total), target);
-    let style = ProgressStyle::with_template("{msg:18} [{bar:32}] {human_pos}/{human_len} {per_sec}, {eta} left");
+    let style =
+        ProgressStyle::with_template("{msg:18} [{bar:32}] {human_pos}/{human_len} {per_sec}, {eta} left");
     if let Ok(style) = style {
         bar.set_style(style.progress_chars("=> "));
     }

@@ -24,14 +24,16 @@ pub enum Wrong {
 
 /// Parses the command line with defaults from the settings file.
 pub fn parse<C: CommandFactory + FromArgMatches>(words: Vec<String>) -> Result<C, Wrong> {
-    let path = std::env::var_os("TORCHFS_CONFIG").map_or_else(|| PathBuf::from("/etc/torchfs.toml"), PathBuf::from);
+    let path =
+        std::env::var_os("TORCHFS_CONFIG").map_or_else(|| PathBuf::from("/etc/torchfs.toml"), PathBuf::from);
     let mut command = C::command();
     match std::fs::read_to_string(&path) {
         Ok(text) => {
             let table: toml::Table = text.parse().map_err(|e: toml::de::Error| {
                 Wrong::File(format!("{}: {}; mend the file or remove it", path.display(), e.message()))
             })?;
-            command = with_defaults(command, &table).map_err(|e| Wrong::File(format!("{}: {e}", path.display())))?;
+            command = with_defaults(command, &table)
+                .map_err(|e| Wrong::File(format!("{}: {e}", path.display())))?;
         }
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
         Err(error) => return Err(Wrong::File(format!("cannot read {}: {error}", path.display()))),
@@ -56,7 +58,11 @@ fn with_defaults(mut command: Command, table: &toml::Table) -> Result<Command, S
             let flags: Vec<(clap::Id, String, bool)> = sub
                 .get_arguments()
                 .filter_map(|a| {
-                    Some((a.get_id().clone(), a.get_long()?.to_string(), matches!(a.get_action(), ArgAction::SetTrue)))
+                    Some((
+                        a.get_id().clone(),
+                        a.get_long()?.to_string(),
+                        matches!(a.get_action(), ArgAction::SetTrue),
+                    ))
                 })
                 .collect();
             for (id, long, _) in flags {
@@ -73,7 +79,9 @@ fn with_defaults(mut command: Command, table: &toml::Table) -> Result<Command, S
             c.get_name() == key && value.is_table() || c.get_arguments().any(|a| a.get_long() == Some(key))
         });
         if !known {
-            return Err(format!("no command has a setting `{key}`; see torchfs COMMAND --help for the names"));
+            return Err(format!(
+                "no command has a setting `{key}`; see torchfs COMMAND --help for the names"
+            ));
         }
     }
     Ok(command)
@@ -91,7 +99,8 @@ fn as_words(value: &toml::Value) -> Vec<String> {
 pub fn duration(text: &str) -> Result<Duration, String> {
     let at = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (digits, unit) = text.split_at(at);
-    let number: u64 = digits.parse().map_err(|_| format!("`{text}` is not a time span; write 90s, 5m or 2h"))?;
+    let number: u64 =
+        digits.parse().map_err(|_| format!("`{text}` is not a time span; write 90s, 5m or 2h"))?;
     let millis = match unit {
         "ms" => Some(1),
         "" | "s" => Some(1_000),

@@ -48,7 +48,10 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         Ok((problems, checked.done, blocks))
     })?;
     if args.json {
-        println!("{:#}", json!({"clean": problems.is_empty(), "problems": problems, "records": records, "blocks": blocks}));
+        println!(
+            "{:#}",
+            json!({"clean": problems.is_empty(), "problems": problems, "records": records, "blocks": blocks})
+        );
     } else {
         for problem in &problems {
             println!("{problem}");
@@ -84,12 +87,14 @@ async fn check_pieces(
             count += 1;
             bar.inc(1);
             let Some(layout) = placement.layouts.iter().find(|l| l.id == block.layout) else {
-                problems.push(format!("block {} names layout {}, which does not exist", block.id, block.layout));
+                problems
+                    .push(format!("block {} names layout {}, which does not exist", block.id, block.layout));
                 continue;
             };
             let group = &layout.groups[layout.group_of(block.id)];
             for (piece, home) in (0..).zip(&group.servers) {
-                let home = block.substitutes.iter().find(|(p, _)| *p == piece).map_or(*home, |(_, server)| *server);
+                let home =
+                    block.substitutes.iter().find(|(p, _)| *p == piece).map_or(*home, |(_, server)| *server);
                 if !held.contains(&(block.id, piece, home)) {
                     missing.push((block.id, piece, home));
                 }
@@ -97,13 +102,16 @@ async fn check_pieces(
         }
         for (block, piece, home) in missing {
             let Some(server) = placement.servers.iter().find(|s| s.id == home) else {
-                problems.push(format!("block {block} piece {piece} belongs to data server {home}, which is unknown"));
+                problems.push(format!(
+                    "block {block} piece {piece} belongs to data server {home}, which is unknown"
+                ));
                 continue;
             };
             if let Err(fault) = tool.verify(&server.addr, block, piece).await
                 && !tool.known_blocks(vec![block]).await?.is_empty()
             {
-                problems.push(format!("block {block} piece {piece} is missing on data server {home}: {fault}"));
+                problems
+                    .push(format!("block {block} piece {piece} is missing on data server {home}: {fault}"));
             }
         }
         after = blocks.last().map(|b| b.id);
@@ -141,7 +149,10 @@ async fn list_held(
             let (pieces, end) = match tool.list_pieces(&server.addr, after, LIST_MAX).await {
                 Ok(listed) => listed,
                 Err(fault) => {
-                    problems.push(format!("data server {} at {} cannot be checked: {fault}", server.id, server.addr));
+                    problems.push(format!(
+                        "data server {} at {} cannot be checked: {fault}",
+                        server.id, server.addr
+                    ));
                     break;
                 }
             };

@@ -50,7 +50,9 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         println!("{} collected, {} left", print::count(last - first), print::count(waiting));
     }
     if waiting > 0 {
-        anyhow::bail!("{waiting} are left: a data server is down, or sessions still hold them; see torchfs status");
+        anyhow::bail!(
+            "{waiting} are left: a data server is down, or sessions still hold them; see torchfs status"
+        );
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -82,11 +82,10 @@ fn in_background(args: &Args, path: &Path, found: &Found) -> anyhow::Result<Exit
         Some(file) => file.clone(),
         None => connect::runtime_file(&format!("mount{}.log", path.display().to_string().replace('/', "-")))?,
     };
-    let log = OpenOptions::new()
-        .create(true)
-        .append(true)
-        .open(&log_path)
-        .with_context(|| format!("cannot write the log {}; choose another --log-file", log_path.display()))?;
+    let log =
+        OpenOptions::new().create(true).append(true).open(&log_path).with_context(|| {
+            format!("cannot write the log {}; choose another --log-file", log_path.display())
+        })?;
     let begin = log.metadata()?.len();
     let mut command = Command::new(std::env::current_exe()?);
     command.args(&words[1..]).arg("--foreground").env("TORCHFS_META", found.meta.join(","));
@@ -141,12 +140,13 @@ pub fn translate_mount_helper(words: &[String]) -> Result<Vec<String>, String> {
         if word != "-o" {
             continue;
         }
-        for option in rest.next().map(String::as_str).unwrap_or_default().split(',').filter(|o| !o.is_empty()) {
+        for option in rest.next().map(String::as_str).unwrap_or_default().split(',').filter(|o| !o.is_empty())
+        {
             let (key, value) = option.split_once('=').map_or((option, None), |(k, v)| (k, Some(v)));
             match key {
                 "ro" => out.push("--ro".into()),
-                "rw" | "defaults" | "_netdev" | "auto" | "noauto" | "user" | "users" | "nofail" | "dev" | "nodev"
-                | "suid" | "nosuid" | "exec" | "noexec" | "noatime" | "relatime" => {}
+                "rw" | "defaults" | "_netdev" | "auto" | "noauto" | "user" | "users" | "nofail" | "dev"
+                | "nodev" | "suid" | "nosuid" | "exec" | "noexec" | "noatime" | "relatime" => {}
                 key if key.starts_with("x-") || key.starts_with("comment") => {}
                 key => {
                     out.push(format!("--{}", key.replace('_', "-")));

@@ -33,14 +33,18 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let program = std::env::current_exe()?;
     let program = program.display();
     let (what, command, stop) = match args.role {
-        Role::Meta => ("metadata service", format!("{program} meta --dir /var/lib/torchfs/meta"), String::new()),
+        Role::Meta => {
+            ("metadata service", format!("{program} meta --dir /var/lib/torchfs/meta"), String::new())
+        }
         Role::Data => ("data server", format!("{program} data --dir /var/lib/torchfs/data"), String::new()),
         Role::Mount => (
             "mount",
             format!("{program} mount --foreground /mnt/torchfs"),
             format!("ExecStop={program} umount /mnt/torchfs\n"),
         ),
-        Role::Up => ("all roles", format!("{program} up --dir /var/lib/torchfs --mount /mnt/torchfs"), String::new()),
+        Role::Up => {
+            ("all roles", format!("{program} up --dir /var/lib/torchfs --mount /mnt/torchfs"), String::new())
+        }
     };
     print!(
         "[Unit]\nDescription=TorchFS {what}\nAfter=network-online.target\nWants=network-online.target\n\n\

@@ -79,15 +79,20 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             let dir = args.dir.join(format!("data{n}"));
             roles::make_dir(&dir)?;
             let listen = format!("{host}:0");
-            let start =
-                roles::DataStart { dir: &dir, listen: &listen, advertise: None, zone: "", insecure: args.insecure };
+            let start = roles::DataStart {
+                dir: &dir,
+                listen: &listen,
+                advertise: None,
+                zone: "",
+                insecure: args.insecure,
+            };
             servers.push(roles::Data::start(start, &cluster, &args.data_options).await?);
         }
         let note = Note::leave(&meta.addr(), (!args.insecure).then_some(secret_file.as_path()));
         let mount = match &args.mount {
-            Some(path) => {
-                Some(roles::Mount::start(path, "", &cluster, &args.mount_options).await.context("cannot mount")?)
-            }
+            Some(path) => Some(
+                roles::Mount::start(path, "", &cluster, &args.mount_options).await.context("cannot mount")?,
+            ),
             None => None,
         };
         crate::http::start(args.metrics.as_deref(), meta.health()).await?;

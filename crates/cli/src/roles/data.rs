@@ -59,7 +59,11 @@ pub struct Data {
 
 impl Data {
     /// Joins the cluster, opens the store and begins to serve.
-    pub async fn start(start: DataStart<'_>, cluster: &Cluster, options: &DataOptions) -> anyhow::Result<Data> {
+    pub async fn start(
+        start: DataStart<'_>,
+        cluster: &Cluster,
+        options: &DataOptions,
+    ) -> anyhow::Result<Data> {
         let rpc = torchfs_rpc::Config {
             role: Role::Data,
             secret: cluster.secret.clone(),
@@ -79,7 +83,9 @@ impl Data {
                 ..Heartbeat::default()
             };
             match tool.ask(Op::Heartbeat(beat)).await.context("cannot join the cluster")? {
-                Done::Joined { server, cluster } => (identity.server, identity.cluster) = (server.0, cluster.0),
+                Done::Joined { server, cluster } => {
+                    (identity.server, identity.cluster) = (server.0, cluster.0)
+                }
                 other => bail!("the metadata service answered a join with {other:?}"),
             }
             identity.store(start.dir)?;
@@ -174,7 +180,8 @@ impl Identity {
             let text = table.get(key).and_then(|v| v.as_str()).unwrap_or_default();
             u64::from_str_radix(text, 16).with_context(|| format!("{} has no `{key}`", path.display()))
         };
-        let server = table.get("server").and_then(toml::Value::as_integer).and_then(|n| u32::try_from(n).ok());
+        let server =
+            table.get("server").and_then(toml::Value::as_integer).and_then(|n| u32::try_from(n).ok());
         let server = server.with_context(|| format!("{} has no `server`", path.display()))?;
         Ok(Identity { store: hex("store")?, cluster: hex("cluster")?, server })
     }

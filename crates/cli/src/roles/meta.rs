@@ -43,8 +43,11 @@ pub struct MetaOptions {
 
 /// `replicas:2`.
 fn redundancy(text: &str) -> Result<Scheme, String> {
-    let copies = text.strip_prefix("replicas:").and_then(|n| n.parse::<u8>().ok()).filter(|n| (1..=8).contains(n));
-    copies.map(Scheme::Replicas).ok_or_else(|| format!("`{text}` is no redundancy; write replicas:1 to replicas:8"))
+    let copies =
+        text.strip_prefix("replicas:").and_then(|n| n.parse::<u8>().ok()).filter(|n| (1..=8).contains(n));
+    copies
+        .map(Scheme::Replicas)
+        .ok_or_else(|| format!("`{text}` is no redundancy; write replicas:1 to replicas:8"))
 }
 
 /// A running metadata service.
@@ -66,12 +69,18 @@ impl Meta {
         options: &MetaOptions,
     ) -> anyhow::Result<Meta> {
         let secret = Secret::new(secret);
-        let rpc =
-            torchfs_rpc::Config { role: Role::Meta, secret: secret.clone(), insecure, ..torchfs_rpc::Config::default() };
+        let rpc = torchfs_rpc::Config {
+            role: Role::Meta,
+            secret: secret.clone(),
+            insecure,
+            ..torchfs_rpc::Config::default()
+        };
         // The address first: a second start in a wrong terminal should not touch the folder.
         let listener = Listener::bind(listen, rpc).await?;
-        let engine_config =
-            torchfs_engine::Config { reserve_bytes: options.meta_reserve, ..torchfs_engine::Config::default() };
+        let engine_config = torchfs_engine::Config {
+            reserve_bytes: options.meta_reserve,
+            ..torchfs_engine::Config::default()
+        };
         let engine: Arc<dyn Engine> = Arc::new(Embedded::open(dir, engine_config)?);
         let config = Config {
             redundancy: options.redundancy,
@@ -110,7 +119,9 @@ impl Meta {
     pub fn health(&self) -> Health {
         let engine = Arc::downgrade(&self.engine);
         Arc::new(move || {
-            let Some(engine) = engine.upgrade() else { return Err("the metadata service has stopped".into()) };
+            let Some(engine) = engine.upgrade() else {
+                return Err("the metadata service has stopped".into());
+            };
             engine.space().map(|_| ()).map_err(|e| e.to_string())
         })
     }

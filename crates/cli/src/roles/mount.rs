@@ -58,7 +58,12 @@ pub struct Mount {
 
 impl Mount {
     /// Opens a session on the volume and mounts it.
-    pub async fn start(path: &Path, volume: &str, cluster: &Cluster, options: &MountOptions) -> anyhow::Result<Mount> {
+    pub async fn start(
+        path: &Path,
+        volume: &str,
+        cluster: &Cluster,
+        options: &MountOptions,
+    ) -> anyhow::Result<Mount> {
         let runtime = tokio::runtime::Handle::current();
         let connector = cluster.connector(Role::Agent);
         let mut config = MetaConfig::new(cluster.meta.clone(), connector.clone(), runtime);
@@ -112,7 +117,10 @@ impl Mount {
     pub async fn stop(self) -> anyhow::Result<()> {
         let mut mounted = self.mounted.into_inner();
         if mounted.unmount(Umount::Normal).await.is_err() {
-            tracing::warn!("{} is in use; it is detached now, programs keep what they have open", self.path.display());
+            tracing::warn!(
+                "{} is in use; it is detached now, programs keep what they have open",
+                self.path.display()
+            );
             mounted.unmount(Umount::Force).await?;
         }
         Ok(())
