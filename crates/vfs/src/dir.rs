@@ -1,14 +1,12 @@
 //! Folders: opendir, readdir, releasedir, fsyncdir, syncfs.
 //!
 //! A listing is fetched in pages and streamed; nothing holds a large folder whole. Cookies are the service's, which survive
-//! restarts, shifted by two for `.` and `..`. A folder that was listed from end to end while its names were leased and
+//! restarts; `.` and `..` are the caller's to add. A folder that was listed from end to end while its names were leased and
 //! nothing in it changed is complete: names it does not know are absent.
 
-use std::collections::VecDeque;
 use std::time::Duration;
 
 use bytes::Bytes;
-use torchfs_proto::attr::Kind;
 use torchfs_proto::msg::meta::{DirEntry, Done, ENTRIES_MAX, Op};
 use torchfs_proto::{Ino, Result};
 
@@ -16,15 +14,12 @@ use crate::node::{Asked, Inode};
 use crate::open::Handle;
 use crate::{DirItem, Fh, Opened, Vfs, unexpected};
 
-/// Cookies of `.` and `..`; those of entries lie above.
-const DOT: u64 = 1;
-const DOT_DOT: u64 = 2;
-
 /// Where an open folder's listing is.
 #[derive(Default)]
 pub(crate) struct Listing {
-    /// Entries fetched and not handed out, the first of which follows the cookie `after`.
-    entries: VecDeque<DirEntry>,
+    /// A page of entries, the first of which follows the cookie `after`. They stay here, since the kernel may take fewer
+    /// than it was offered and come again for the rest.
+    entries: Vec<DirEntry>,
     after: u64,
     plus: bool,
     end: bool,
@@ -39,6 +34,17 @@ struct Whole {
     listed: usize,
 }
 
+impl Listing {
+    /// What of the page follows a cookie, if the cookie is in it.
+    fn rest(&self, after: u64) -> Option<&[DirEntry]> {
+        if after == self.after {
+            return Some(&self.entries);
+        }
+        let at = self.entries.binary_search_by_key(&after, |entry| entry.cookie).ok()?;
+        self.entries.get(at + 1..)
+    }
+}
+
 impl Vfs {
     /// Opens a folder for listing.
     pub async fn opendir(&self, ino: Ino) -> Result<Opened> {
@@ -47,46 +53,25 @@ impl Vfs {
         Ok(Opened { fh: self.new_handle(node, false, false, 0), direct: false, keep_cache: false })
     }
 
-    /// Entries after a cookie, at most `want`; none at the end.
+    /// Entries after a cookie (0 from the start), at most `want`; none at the end.
     pub async fn readdir(
         &self,
-        ino: Ino,
+        _ino: Ino,
         fh: Fh,
         cookie: u64,
         want: usize,
         plus: bool,
     ) -> Result<Vec<DirItem>> {
         let handle = self.handle(fh)?;
-        let mut items = Vec::new();
-        let dot = |name: &'static [u8], ino, cookie| DirItem {
-            name: Bytes::from_static(name),
-            ino,
-            kind: Kind::Dir,
-            cookie,
-            node: None,
-        };
-        if cookie < DOT {
-            items.push(dot(b".", ino, DOT));
-        }
-        if cookie < DOT_DOT {
-            let parent = handle.node.lock().parent.unwrap_or(ino);
-            items.push(dot(b"..", parent, DOT_DOT));
-        }
-        let after = cookie.saturating_sub(DOT_DOT);
-        if !self.has_page(&handle, after, plus) {
-            self.fetch_page(&handle, after, plus).await?;
+        if !self.has_page(&handle, cookie, plus) {
+            self.fetch_page(&handle, cookie, plus).await?;
         }
         let entries: Vec<DirEntry> = {
-            let mut listing = handle.listing.lock();
-            let count = listing.entries.len().min(want.saturating_sub(items.len()));
-            let taken: Vec<DirEntry> = listing.entries.drain(..count).collect();
-            if let Some(last) = taken.last() {
-                listing.after = last.cookie;
-            }
-            taken
+            let listing = handle.listing.lock();
+            let rest = listing.rest(cookie).unwrap_or_default();
+            rest.iter().take(want.max(1)).cloned().collect()
         };
-        items.extend(entries.into_iter().map(|entry| self.item(&handle.node, entry, plus)));
-        Ok(items)
+        Ok(entries.into_iter().map(|entry| self.item(&handle.node, entry, plus)).collect())
     }
 
     /// A listing is done.
@@ -118,9 +103,8 @@ impl Vfs {
         let listing = handle.listing.lock();
         // From the start is always fetched anew, as rewinddir asks for.
         after > 0
-            && listing.after == after
             && (listing.plus || !plus)
-            && (!listing.entries.is_empty() || listing.end)
+            && listing.rest(after).is_some_and(|rest| !rest.is_empty() || listing.end)
     }
 
     async fn fetch_page(&self, handle: &Handle, after: u64, plus: bool) -> Result<()> {
@@ -131,7 +115,7 @@ impl Vfs {
             let listing = handle.listing.lock();
             match after {
                 0 => Some(Whole { asked, changes, listed: 0 }),
-                _ => listing.whole.filter(|_| listing.after == after),
+                _ => listing.whole.filter(|_| listing.rest(after).is_some_and(<[_]>::is_empty)),
             }
         };
         let op = Op::ReadDir { ino, cookie: after, limit: ENTRIES_MAX as u32, plus };
@@ -153,17 +137,13 @@ impl Vfs {
         for attr in entries.iter().filter_map(|entry| entry.attr.clone()) {
             let child = self.node(attr.ino);
             self.learned(&child, attr, asked);
-            let unknown = {
-                let mut state = child.lock();
-                state.parent = Some(ino);
-                state.refs == 0
-            };
+            let unknown = child.lock().refs == 0;
             if unknown {
                 self.0.idle.lock().push(child.ino);
             }
         }
         let mut listing = handle.listing.lock();
-        *listing = Listing { entries: entries.into(), after, plus, end, whole };
+        *listing = Listing { entries, after, plus, end, whole };
         Ok(())
     }
 
@@ -199,7 +179,7 @@ impl Vfs {
             name: Bytes::from(Vec::from(entry.name)),
             ino: entry.ino,
             kind: entry.kind,
-            cookie: entry.cookie.saturating_add(DOT_DOT),
+            cookie: entry.cookie,
             node,
         }
     }

@@ -45,11 +45,7 @@ impl Vfs {
         self.bound_entries();
         let node = entry.map(|attr| {
             let child = self.node(attr.ino);
-            {
-                let mut state = child.lock();
-                state.refs += 1;
-                state.parent = (name != b".." && name != b".").then_some(parent).or(state.parent);
-            }
+            child.lock().refs += 1;
             self.learned(&child, attr, asked)
         });
         Ok(Found { node, entry_ttl })
@@ -245,9 +241,7 @@ impl Vfs {
             }
             if let Some(node) = vfs.find_node(attr.ino) {
                 vfs.learned(&node, attr, asked);
-                let mut state = node.lock();
-                state.mark = mark;
-                state.parent = Some(new_parent);
+                node.lock().mark = mark;
             }
             match other {
                 Some(other) if !exchanged && !same => vfs.lost_name(other, held, mark),
@@ -397,7 +391,6 @@ impl Vfs {
             {
                 let mut state = node.lock();
                 state.mark = state.mark.max(mark);
-                state.parent = Some(make.parent);
                 if created {
                     match make.kind {
                         Kind::Dir

@@ -51,8 +51,6 @@ pub(crate) struct State {
     /// Whether the attributes are what the lease of this epoch protects.
     fresh: Option<u32>,
     pub(crate) target: Option<Bytes>,
-    /// The folder it was last seen in.
-    pub(crate) parent: Option<Ino>,
     pub(crate) xattrs: Option<Arc<Vec<(Raw, Raw)>>>,
     pub(crate) names: Option<Box<Names>>,
     pub(crate) file: Option<Box<File>>,
@@ -143,7 +141,6 @@ impl Inode {
                 attr: None,
                 fresh: None,
                 target: None,
-                parent: None,
                 xattrs: None,
                 names: None,
                 file: None,

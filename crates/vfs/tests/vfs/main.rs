@@ -1,0 +1,6 @@
+//! The vfs over a real metadata service in the same process and data servers in memory.
+
+mod content;
+mod names;
+mod two;
+mod world;

@@ -1,0 +1,172 @@
+//! Names on one mount.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
+
+use torchfs_proto::attr::Kind;
+use torchfs_proto::{Code, Ino};
+
+use crate::world::{Rng, WHO, find, names, rounds, run};
+
+#[test]
+fn creating_a_file_in_a_folder_made_here_costs_one_call() {
+    run(|world| async move {
+        let vfs = world.mount().await;
+        let folder = vfs.make(WHO, Ino::ROOT, b"d", Kind::Dir, 0o755, 0, b"").await.unwrap().attr.ino;
+        let before = world.calls.load(Ordering::Acquire);
+        for i in 0..100 {
+            let name = format!("f{i}");
+            assert_eq!(find(&vfs, folder, &name).await, None);
+            let (node, opened) = vfs.create(WHO, folder, name.as_bytes(), 0o644, 2).await.unwrap();
+            vfs.flush(node.attr.ino, opened.fh, 0).await.unwrap();
+            vfs.release(node.attr.ino, opened.fh, None).await;
+            assert_eq!(vfs.getattr(folder, None).await.unwrap().attr.size, 4096 + 32 * (i + 1));
+            assert_eq!(find(&vfs, folder, &name).await, Some(node.attr.ino));
+        }
+        assert_eq!(world.calls.load(Ordering::Acquire) - before, 100);
+    });
+}
+
+#[test]
+fn foreseen_attributes_of_a_folder_are_those_of_the_service() {
+    run(|world| async move {
+        let vfs = world.mount().await;
+        let folder = vfs.make(WHO, Ino::ROOT, b"d", Kind::Dir, 0o755, 0, b"").await.unwrap().attr.ino;
+        for i in 0..10 {
+            vfs.make(WHO, folder, format!("d{i}").as_bytes(), Kind::Dir, 0o755, 0, b"").await.unwrap();
+            vfs.create(WHO, folder, format!("f{i}").as_bytes(), 0o644, 2).await.unwrap();
+        }
+        vfs.unlink(folder, b"f3").await.unwrap();
+        vfs.rmdir(folder, b"d3").await.unwrap();
+        let foreseen = vfs.getattr(folder, None).await.unwrap().attr;
+        let other = world.mount().await;
+        let told = other.lookup(Ino::ROOT, b"d").await.unwrap().node.unwrap().attr;
+        assert_eq!(foreseen, told);
+    });
+}
+
+#[test]
+fn random_names_agree_with_a_map() {
+    for seed in rounds(8) {
+        run(|world| async move {
+            let vfs = world.mount().await;
+            let mut rng = Rng(seed);
+            let mut folders = vec![Ino::ROOT];
+            for i in 0..2 {
+                let name = format!("folder{i}");
+                let node = vfs.make(WHO, Ino::ROOT, name.as_bytes(), Kind::Dir, 0o755, 0, b"").await.unwrap();
+                folders.push(node.attr.ino);
+            }
+            let mut model: BTreeMap<(u64, String), Ino> = BTreeMap::new();
+            for (i, folder) in folders.iter().enumerate().skip(1) {
+                model.insert((1, format!("folder{}", i - 1)), *folder);
+            }
+            for _ in 0..300 {
+                let folder = folders[rng.below(3) as usize];
+                let name = format!("n{}", rng.below(12));
+                let at = (folder.0, name.clone());
+                match rng.below(6) {
+                    0 | 1 => {
+                        let made = vfs.make(WHO, folder, name.as_bytes(), Kind::File, 0o644, 0, b"").await;
+                        match model.get(&at) {
+                            Some(_) => assert_eq!(made.map_err(|f| f.code), Err(Code::Exists)),
+                            None => {
+                                model.insert(at, made.unwrap().attr.ino);
+                            }
+                        }
+                    }
+                    2 => {
+                        let gone = vfs.unlink(folder, name.as_bytes()).await;
+                        match model.remove(&at) {
+                            Some(_) => gone.unwrap(),
+                            None => assert_eq!(gone.map_err(|f| f.code), Err(Code::NotFound)),
+                        }
+                    }
+                    3 => {
+                        let (to, new) = (folders[rng.below(3) as usize], format!("n{}", rng.below(12)));
+                        let moved = vfs.rename(folder, name.as_bytes(), to, new.as_bytes(), 0).await;
+                        match model.get(&at).copied() {
+                            Some(ino) => {
+                                moved.unwrap();
+                                // Two names of one file: rename does nothing.
+                                if model.get(&(to.0, new.clone())) != Some(&ino) {
+                                    model.remove(&at);
+                                    model.insert((to.0, new), ino);
+                                }
+                            }
+                            None => assert_eq!(moved.map_err(|f| f.code), Err(Code::NotFound)),
+                        }
+                    }
+                    4 => {
+                        let (to, new) = (folders[rng.below(3) as usize], format!("n{}", rng.below(12)));
+                        if let Some(ino) = model.get(&at).copied() {
+                            let linked = vfs.link(ino, to, new.as_bytes()).await;
+                            match model.get(&(to.0, new.clone())) {
+                                Some(_) => assert_eq!(linked.map_err(|f| f.code), Err(Code::Exists)),
+                                None => {
+                                    linked.unwrap();
+                                    model.insert((to.0, new), ino);
+                                }
+                            }
+                        }
+                    }
+                    _ => {
+                        let want = 1 + rng.below(20) as usize;
+                        let mut listed = names(&vfs, folder, want).await;
+                        listed.sort();
+                        let range = (folder.0, String::new())..(folder.0 + 1, String::new());
+                        let known: Vec<String> =
+                            model.range(range).map(|((_, name), _)| name.clone()).collect();
+                        assert_eq!(listed, known, "seed {seed}");
+                    }
+                }
+                let name = format!("n{}", rng.below(12));
+                assert_eq!(
+                    find(&vfs, folder, &name).await,
+                    model.get(&(folder.0, name)).copied(),
+                    "seed {seed}"
+                );
+            }
+            assert_eq!(world.problems().await, Vec::<String>::new());
+        });
+    }
+}
+
+#[test]
+fn a_listed_folder_answers_absent_names_from_memory() {
+    run(|world| async move {
+        let first = world.mount().await;
+        for i in 0..3000 {
+            first.make(WHO, Ino::ROOT, format!("f{i}").as_bytes(), Kind::File, 0o644, 0, b"").await.unwrap();
+        }
+        let vfs = world.mount().await;
+        assert_eq!(names(&vfs, Ino::ROOT, 100).await.len(), 3000);
+        let before = world.calls.load(Ordering::Acquire);
+        for i in 0..100 {
+            assert_eq!(find(&vfs, Ino::ROOT, &format!("absent{i}")).await, None);
+        }
+        assert_eq!(world.calls.load(Ordering::Acquire), before);
+    });
+}
+
+#[test]
+fn an_interrupted_change_happens_and_is_remembered_rightly() {
+    run(|world| async move {
+        let vfs = world.mount().await;
+        for i in 0..50 {
+            let name = format!("f{i}");
+            {
+                // Polled once at most, then dropped.
+                let make = vfs.make(WHO, Ino::ROOT, name.as_bytes(), Kind::File, 0o644, 0, b"");
+                let _ = futures_util::FutureExt::now_or_never(make);
+            }
+            let made = vfs.make(WHO, Ino::ROOT, name.as_bytes(), Kind::File, 0o644, 0, b"").await;
+            assert_eq!(made.map_err(|f| f.code).err(), Some(Code::Exists));
+            assert!(find(&vfs, Ino::ROOT, &name).await.is_some());
+            let _ = futures_util::FutureExt::now_or_never(vfs.unlink(Ino::ROOT, name.as_bytes()));
+            let gone = vfs.unlink(Ino::ROOT, name.as_bytes()).await;
+            assert_eq!(gone.map_err(|f| f.code), Err(Code::NotFound));
+            assert_eq!(find(&vfs, Ino::ROOT, &name).await, None);
+        }
+    });
+}

@@ -1,0 +1,156 @@
+//! Two mounts of one volume.
+
+use torchfs_proto::Ino;
+use torchfs_proto::attr::Kind;
+use torchfs_proto::msg::meta::{FileLock, LockKind, LockType};
+
+use crate::world::{Rng, WHO, append, close, content, create, find, names, read, rounds, run, write};
+
+#[test]
+fn what_one_mount_wrote_is_read_by_the_other_at_once() {
+    run(|world| async move {
+        let (a, b) = (world.mount().await, world.mount().await);
+        let (ino, on_a) = create(&a, "file").await;
+        write(&a, ino, on_a.fh, 0, vec![1; 500_000]).await;
+        // Not closed, not synced: opening it elsewhere calls it back.
+        let on_b = b.open(ino, 2).await.unwrap();
+        assert!(on_b.direct);
+        assert_eq!(read(&b, ino, on_b.fh, 0, 1 << 20).await, vec![1; 500_000]);
+        write(&b, ino, on_b.fh, 100, vec![2; 10]).await;
+        assert_eq!(read(&a, ino, on_a.fh, 99, 12).await, [1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1]);
+        write(&a, ino, on_a.fh, 100, vec![3; 5]).await;
+        assert_eq!(read(&b, ino, on_b.fh, 99, 12).await, [1, 3, 3, 3, 3, 3, 2, 2, 2, 2, 2, 1]);
+        close(&a, ino, on_a.fh).await;
+        close(&b, ino, on_b.fh).await;
+        assert_eq!(content(&a, ino).await, content(&b, ino).await);
+    });
+}
+
+#[test]
+fn random_reads_and_writes_on_two_mounts_agree_with_an_array() {
+    for seed in rounds(6) {
+        run(|world| async move {
+            let mounts = [world.mount().await, world.mount().await];
+            let mut rng = Rng(seed);
+            let (ino, opened) = create(&mounts[0], "file").await;
+            let mut open = [Some(opened), None];
+            let mut model: Vec<u8> = Vec::new();
+            for _ in 0..120 {
+                let i = rng.below(2) as usize;
+                let vfs = &mounts[i];
+                let Some(opened) = open[i] else {
+                    open[i] = Some(vfs.open(ino, 2).await.unwrap());
+                    continue;
+                };
+                let range = rng.range(600_000, 200_000);
+                let (from, to) = (range.start as usize, range.end as usize);
+                match rng.below(6) {
+                    0 => {
+                        close(vfs, ino, opened.fh).await;
+                        open[i] = None;
+                    }
+                    1 => {
+                        let data = rng.bytes(1 + rng.0 % 3000);
+                        append(vfs, ino, opened.fh, data.clone()).await;
+                        model.extend_from_slice(&data);
+                    }
+                    2 | 3 => {
+                        let data = rng.bytes(range.end - range.start);
+                        write(vfs, ino, opened.fh, range.start, data.clone()).await;
+                        model.resize(model.len().max(to), 0);
+                        model[from..to].copy_from_slice(&data);
+                    }
+                    _ => {
+                        let got = read(vfs, ino, opened.fh, range.start, range.end - range.start).await;
+                        let end = to.min(model.len());
+                        assert!(got == model[from.min(end)..end], "seed {seed}");
+                    }
+                }
+            }
+            for (i, vfs) in mounts.iter().enumerate() {
+                if let Some(opened) = open[i] {
+                    close(vfs, ino, opened.fh).await;
+                }
+                assert!(content(vfs, ino).await == model, "seed {seed}");
+            }
+            assert_eq!(world.problems().await, Vec::<String>::new());
+        });
+    }
+}
+
+#[test]
+fn appends_from_both_sides_never_overwrite_each_other() {
+    run(|world| async move {
+        let (a, b) = (world.mount().await, world.mount().await);
+        let (ino, on_a) = create(&a, "log").await;
+        let on_b = b.open(ino, 2).await.unwrap();
+        let one = async {
+            for i in 0..100 {
+                append(&a, ino, on_a.fh, format!("a{i:03}\n")).await;
+            }
+        };
+        let two = async {
+            for i in 0..100 {
+                append(&b, ino, on_b.fh, format!("b{i:03}\n")).await;
+            }
+        };
+        futures_util::future::join(one, two).await;
+        close(&a, ino, on_a.fh).await;
+        close(&b, ino, on_b.fh).await;
+        let text = String::from_utf8(content(&a, ino).await).unwrap();
+        for side in ["a", "b"] {
+            let lines: Vec<&str> = text.lines().filter(|line| line.starts_with(side)).collect();
+            let wanted: Vec<String> = (0..100).map(|i| format!("{side}{i:03}")).collect();
+            assert_eq!(lines, wanted);
+        }
+    });
+}
+
+#[test]
+fn names_that_change_on_one_mount_change_on_the_other() {
+    run(|world| async move {
+        let mounts = [world.mount().await, world.mount().await];
+        for i in 0..60 {
+            let (here, there) = (&mounts[i % 2], &mounts[1 - i % 2]);
+            let name = format!("n{}", i / 4);
+            let before = find(there, Ino::ROOT, &name).await;
+            match before {
+                Some(_) => here.unlink(Ino::ROOT, name.as_bytes()).await.unwrap(),
+                None => {
+                    here.make(WHO, Ino::ROOT, name.as_bytes(), Kind::File, 0o644, 0, b"").await.unwrap();
+                }
+            }
+            assert_eq!(find(there, Ino::ROOT, &name).await.is_some(), before.is_none());
+            assert_eq!(find(here, Ino::ROOT, &name).await.is_some(), before.is_none());
+            let (mut one, mut two) = (names(here, Ino::ROOT, 50).await, names(there, Ino::ROOT, 50).await);
+            one.sort();
+            two.sort();
+            assert_eq!(one, two);
+        }
+    });
+}
+
+#[test]
+fn a_lock_waits_for_the_other_mount_and_sees_what_it_left() {
+    run(|world| async move {
+        let (a, b) = (world.mount().await, world.mount().await);
+        let (ino, on_a) = create(&a, "file").await;
+        let on_b = b.open(ino, 2).await.unwrap();
+        let lock = |ty, owner| FileLock { kind: LockKind::Posix, ty, owner, pid: 1, start: 0, end: u64::MAX };
+        a.setlk(ino, on_a.fh, lock(LockType::Write, 1), true).await.unwrap();
+        write(&a, ino, on_a.fh, 0, vec![7; 1000]).await;
+        let held = b.setlk(ino, on_b.fh, lock(LockType::Write, 2), false).await;
+        assert_eq!(held.map_err(|f| f.code), Err(torchfs_proto::Code::WouldBlock));
+        assert!(b.getlk(ino, lock(LockType::Write, 2)).await.unwrap().is_some());
+        let waits = async {
+            b.setlk(ino, on_b.fh, lock(LockType::Write, 2), true).await.unwrap();
+            read(&b, ino, on_b.fh, 0, 5000).await
+        };
+        let unlocks = async { a.setlk(ino, on_a.fh, lock(LockType::Unlock, 1), false).await.unwrap() };
+        let (seen, ()) = futures_util::future::join(waits, unlocks).await;
+        assert_eq!(seen, vec![7; 1000]);
+        // Closing drops the owner's locks.
+        b.flush(ino, on_b.fh, 2).await.unwrap();
+        a.setlk(ino, on_a.fh, lock(LockType::Write, 1), false).await.unwrap();
+    });
+}

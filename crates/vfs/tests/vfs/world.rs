@@ -1,0 +1,300 @@
+//! A cluster in one process: the real metadata service on a simulated disk, data servers that keep blocks in memory, and as
+//! many mounts as a test wants.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::ops::Range;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use torchfs_client::{Blocks, BlocksConfig, Connector, Meta, MetaConfig};
+use torchfs_disk::SimDisk;
+use torchfs_engine::{Embedded, LogConfig, MemReplica};
+use torchfs_meta::BlockPeers;
+use torchfs_meta::server::Background;
+use torchfs_proto::chunk::ChunkInfo;
+use torchfs_proto::clock::SystemClock;
+use torchfs_proto::msg::{self, block, meta};
+use torchfs_proto::{BlockId, Code, Fault, Fence, IdRange, Ino, Result, SessionId};
+use torchfs_rpc::{Answer, Answering, Connection, Link, Peer, Request, Role, Service};
+use torchfs_vfs::{Caller, Config, Host, NoHost, Opened, Vfs, WriteFlags};
+
+pub const WHO: Caller = Caller { uid: 0, gid: 0, pid: 1 };
+pub const RDWR: i32 = 2;
+
+/// Seeds for a test: fixed ones, more of them under SOAK, or the one of TORCHFS_SEED.
+pub fn rounds(count: u64) -> Vec<u64> {
+    if let Some(seed) = std::env::var("TORCHFS_SEED").ok().and_then(|seed| seed.parse().ok()) {
+        return vec![seed];
+    }
+    let count = if std::env::var_os("SOAK").is_some() { count * 20 } else { count };
+    (1..=count).collect()
+}
+
+/// SplitMix64: enough for picking operations.
+pub struct Rng(pub u64);
+
+impl Rng {
+    pub fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        (z ^ (z >> 31)) % bound.max(1)
+    }
+
+    pub fn range(&mut self, size: u64, most: u64) -> Range<u64> {
+        let from = self.below(size);
+        from..(from + 1 + self.below(most)).min(size)
+    }
+
+    pub fn bytes(&mut self, len: u64) -> Bytes {
+        let first = self.below(256);
+        (0..len).map(|i| (first + i * 7) as u8).collect::<Vec<_>>().into()
+    }
+}
+
+/// Runs a test on a runtime of its own.
+pub fn run<F: Future<Output = ()>>(test: impl FnOnce(Arc<World>) -> F) {
+    run_with(World::settings(), test);
+}
+
+pub fn run_with<F: Future<Output = ()>>(config: torchfs_meta::Config, test: impl FnOnce(Arc<World>) -> F) {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(async {
+        let world = World::new(config);
+        let ended = tokio::time::timeout(Duration::from_secs(300), test(world)).await;
+        assert!(ended.is_ok(), "the test hangs");
+    });
+    runtime.shutdown_timeout(Duration::from_secs(10));
+}
+
+pub struct World {
+    service: Arc<torchfs_meta::Meta>,
+    pub calls: Arc<AtomicU64>,
+    servers: HashMap<String, Arc<Server>>,
+    _background: Background,
+}
+
+impl World {
+    pub fn settings() -> torchfs_meta::Config {
+        torchfs_meta::Config { block_size: 256 << 10, ..torchfs_meta::Config::default() }
+    }
+
+    fn new(config: torchfs_meta::Config) -> Arc<World> {
+        let disk = SimDisk::new(1);
+        let replica = MemReplica::new(&disk);
+        let log = LogConfig { segment_bytes: 4 << 20, segments_min: 2, segments_max: 16 };
+        let engine = torchfs_engine::Config { log, reserve_bytes: 0, ..torchfs_engine::Config::default() };
+        let engine = Embedded::open_with(Arc::new(disk), Box::new(replica), engine).unwrap();
+        let service =
+            Arc::new(torchfs_meta::Meta::open(Arc::new(engine), Arc::new(SystemClock), config).unwrap());
+        let background = Background::start(service.clone(), Arc::new(NoPeers)).unwrap();
+        let servers = (1..=2).map(|i| (format!("data{i}"), Arc::default())).collect();
+        Arc::new(World { service, calls: Arc::default(), servers, _background: background })
+    }
+
+    pub async fn mount(self: &Arc<World>) -> Vfs {
+        self.mount_with(Config::default(), Arc::new(NoHost)).await
+    }
+
+    pub async fn mount_with(self: &Arc<World>, config: Config, host: Arc<dyn Host>) -> Vfs {
+        for (i, addr) in self.servers.keys().enumerate() {
+            let beat = meta::Heartbeat {
+                store: i as u64 + 1,
+                addr: addr.clone(),
+                total: 1 << 40,
+                free: 1 << 39,
+                ..meta::Heartbeat::default()
+            };
+            let request = meta::Request {
+                session: SessionId(0),
+                epoch: 0,
+                seq: 0,
+                step: 0,
+                watermark: 0,
+                fence: Fence(0),
+                op: meta::Op::Heartbeat(beat),
+            };
+            self.service.handle(request).await.result.unwrap();
+        }
+        let connector: Arc<dyn Connector> = Arc::new(Within(self.clone()));
+        let config_meta =
+            MetaConfig::new(vec!["meta".into()], connector.clone(), tokio::runtime::Handle::current());
+        let meta = Meta::open(config_meta).await.unwrap();
+        let blocks = Blocks::new(meta.clone(), connector, BlocksConfig::default());
+        Vfs::new(config, meta, blocks, host)
+    }
+
+    /// From now on data servers refuse what they are given, or take it again.
+    pub fn break_servers(&self, broken: bool) {
+        self.servers.values().for_each(|server| server.broken.store(broken, Ordering::Release));
+    }
+
+    /// Every inconsistency that a whole check finds.
+    pub async fn problems(&self) -> Vec<String> {
+        let mut problems = Vec::new();
+        let mut cursor: torchfs_proto::attr::Raw = Vec::new().into();
+        loop {
+            let op = meta::Op::Check { cursor };
+            let request = meta::Request {
+                session: SessionId(0),
+                epoch: 0,
+                seq: 0,
+                step: 0,
+                watermark: 0,
+                fence: Fence(0),
+                op,
+            };
+            let Ok(meta::Done::Checked { problems: found, cursor: next, .. }) =
+                self.service.handle(request).await.result
+            else {
+                panic!("the check failed");
+            };
+            problems.extend(found);
+            if next.is_empty() {
+                return problems;
+            }
+            cursor = next;
+        }
+    }
+}
+
+struct Within(Arc<World>);
+
+impl Connector for Within {
+    fn link(&self, addr: &str) -> Link {
+        let service: Arc<dyn Service> = match self.0.servers.get(addr) {
+            Some(server) => server.clone(),
+            None => Arc::new(Counted { service: self.0.service.clone(), calls: self.0.calls.clone() }),
+        };
+        Link::fixed(Connection::local(service, Peer::new(addr, Role::Agent)))
+    }
+}
+
+/// The metadata service, counting what it is asked on behalf of programs.
+struct Counted {
+    service: Arc<torchfs_meta::Meta>,
+    calls: Arc<AtomicU64>,
+}
+
+impl Service for Counted {
+    fn call(self: Arc<Self>, peer: Peer, request: Request) -> Answering {
+        let op = msg::decode::<meta::Request>(&request.body).map(|request| request.op);
+        let upkeep = matches!(
+            op,
+            Ok(meta::Op::Renew | meta::Op::Listen { .. } | meta::Op::Ack { .. } | meta::Op::Forget { .. })
+        );
+        if !upkeep {
+            self.calls.fetch_add(1, Ordering::AcqRel);
+        }
+        self.service.clone().call(peer, request)
+    }
+}
+
+type Pieces = HashMap<(BlockId, u8), (Vec<ChunkInfo>, Bytes)>;
+
+/// A data server that keeps pieces in memory.
+#[derive(Default)]
+struct Server {
+    pieces: Mutex<Pieces>,
+    broken: AtomicBool,
+}
+
+impl Service for Server {
+    fn call(self: Arc<Self>, _peer: Peer, request: Request) -> Answering {
+        Box::pin(async move {
+            let asked: block::Request = msg::decode(&request.body)?;
+            match asked.op {
+                block::Op::Put { block, piece, chunks, .. } => {
+                    if self.broken.load(Ordering::Acquire) {
+                        return Err(Fault::new(Code::NoSpace, "the disk is full"));
+                    }
+                    let bytes = Bytes::copy_from_slice(&request.payload);
+                    self.pieces.lock().insert((block, piece), (chunks, bytes));
+                    Ok(Answer::new(msg::encode(&block::Reply::Done)))
+                }
+                block::Op::Get { block, piece, first, count } => {
+                    let found = self.pieces.lock().get(&(block, piece)).cloned();
+                    let (infos, bytes) = found.ok_or_else(|| Fault::from(Code::Gone))?;
+                    let (from, to) = (usize::from(first), usize::from(first) + usize::from(count));
+                    let at: usize = infos[..from].iter().map(|info| info.stored as usize).sum();
+                    let len: usize = infos[from..to].iter().map(|info| info.stored as usize).sum();
+                    let reply = block::Reply::Chunks { chunks: infos[from..to].to_vec() };
+                    Ok(Answer::new(msg::encode(&reply)).payload(bytes.slice(at..at + len)).carries_sums())
+                }
+                _ => Err(Code::Unsupported.into()),
+            }
+        })
+    }
+}
+
+struct NoPeers;
+
+type Answered<'a> = Pin<Box<dyn Future<Output = Result<()>> + Send + 'a>>;
+
+impl BlockPeers for NoPeers {
+    fn delete<'a>(&'a self, _: &'a str, _: Vec<BlockId>) -> Answered<'a> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn purge<'a>(&'a self, _: &'a str, _: IdRange, _: Vec<BlockId>) -> Answered<'a> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+}
+
+/// Makes and opens a file in the root folder.
+pub async fn create(vfs: &Vfs, name: &str) -> (Ino, Opened) {
+    let (node, opened) = vfs.create(WHO, Ino::ROOT, name.as_bytes(), 0o644, RDWR).await.unwrap();
+    (node.attr.ino, opened)
+}
+
+pub async fn find(vfs: &Vfs, parent: Ino, name: &str) -> Option<Ino> {
+    vfs.lookup(parent, name.as_bytes()).await.unwrap().node.map(|node| node.attr.ino)
+}
+
+pub async fn write(vfs: &Vfs, ino: Ino, fh: u64, offset: u64, data: impl Into<Bytes>) {
+    let data = data.into();
+    let len = data.len() as u32;
+    assert_eq!(vfs.write(ino, fh, offset, data, WriteFlags::default()).await, Ok(len));
+}
+
+pub async fn append(vfs: &Vfs, ino: Ino, fh: u64, data: impl Into<Bytes>) {
+    let flags = WriteFlags { append: true, ..WriteFlags::default() };
+    vfs.write(ino, fh, 0, data.into(), flags).await.unwrap();
+}
+
+pub async fn read(vfs: &Vfs, ino: Ino, fh: u64, offset: u64, len: u64) -> Vec<u8> {
+    vfs.read(ino, fh, offset, len as u32, 0).await.unwrap().concat()
+}
+
+/// Opens, reads and closes a whole file.
+pub async fn content(vfs: &Vfs, ino: Ino) -> Vec<u8> {
+    let opened = vfs.open(ino, 0).await.unwrap();
+    let bytes = read(vfs, ino, opened.fh, 0, 64 << 20).await;
+    close(vfs, ino, opened.fh).await;
+    bytes
+}
+
+pub async fn close(vfs: &Vfs, ino: Ino, fh: u64) {
+    vfs.flush(ino, fh, 0).await.unwrap();
+    vfs.release(ino, fh, None).await;
+}
+
+pub async fn names(vfs: &Vfs, ino: Ino, want: usize) -> Vec<String> {
+    let opened = vfs.opendir(ino).await.unwrap();
+    let mut names = Vec::new();
+    let mut cookie = 0;
+    loop {
+        let items = vfs.readdir(ino, opened.fh, cookie, want, true).await.unwrap();
+        let Some(last) = items.last() else { break };
+        cookie = last.cookie;
+        names.extend(items.iter().map(|item| String::from_utf8_lossy(&item.name).into_owned()));
+    }
+    vfs.releasedir(opened.fh).await;
+    names
+}
