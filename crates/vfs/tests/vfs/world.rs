@@ -81,8 +81,14 @@ pub struct World {
 }
 
 impl World {
+    /// Small blocks, and leases that do not run out on a busy machine.
     pub fn settings() -> torchfs_meta::Config {
-        torchfs_meta::Config { block_size: 256 << 10, ..torchfs_meta::Config::default() }
+        torchfs_meta::Config {
+            block_size: 256 << 10,
+            lease_ms: 60_000,
+            session_ms: 600_000,
+            ..torchfs_meta::Config::default()
+        }
     }
 
     fn new(config: torchfs_meta::Config) -> Arc<World> {
