@@ -94,7 +94,10 @@ impl Handler for Ops {
             }
             Op::Link { inode, name } => {
                 let name = Bytes::copy_from_slice(name);
-                self.answer(async move { Ok(Reply::entry(&made(&vfs.link(Ino(inode), ino, &name).await?))) })
+                self.answer(async move {
+                    let node = vfs.link(Ino(inode), ino, &name).await?;
+                    Ok(Reply::entry(&made(&vfs, ino, &name, &node)))
+                })
             }
             Op::Open { flags, .. } => self.answer(async move {
                 let opened = vfs.open(ino, flags.cast_signed()).await?;
@@ -105,12 +108,12 @@ impl Handler for Ops {
                 self.answer(async move {
                     let (node, opened) =
                         vfs.create(caller, ino, &name, mode & 0o7777, flags.cast_signed()).await?;
-                    Ok(Reply::create(&made(&node), opened.fh, file_flags(&opened)))
+                    Ok(Reply::create(&made(&vfs, ino, &name, &node), opened.fh, file_flags(&opened)))
                 })
             }
             Op::Tmpfile { flags, mode, .. } => self.answer(async move {
                 let (node, opened) = vfs.tmpfile(caller, ino, mode & 0o7777, flags.cast_signed()).await?;
-                Ok(Reply::create(&made(&node), opened.fh, file_flags(&opened)))
+                Ok(Reply::create(&to_entry(&node, Duration::ZERO), opened.fh, file_flags(&opened)))
             }),
             Op::Read { fh, offset, size, flags, .. } => self.answer(async move {
                 Ok(Reply::data(vfs.read(ino, fh, offset, size, flags.cast_signed()).await?))
@@ -252,7 +255,7 @@ impl Ops {
         let (name, target) = (Bytes::copy_from_slice(name), Bytes::copy_from_slice(target));
         self.answer(async move {
             let node = vfs.make(caller, parent, &name, kind, mode & 0o7777, rdev, &target).await?;
-            Ok(Reply::entry(&made(&node)))
+            Ok(Reply::entry(&made(&vfs, parent, &name, &node)))
         })
     }
 }
@@ -290,18 +293,12 @@ const COPY_MAX: u64 = 0x7fff_f000;
 /// is a round trip, and buffered I/O of C and Python takes its size from here.
 const IO_SIZE: u32 = 64 << 10;
 
-/// `d_ino` of ".." below the root; nobody may use it, but 0 would hide the row.
-const SOME_INO: u64 = 0xffff_ffff;
-
-/// Rows "." and ".." have the offsets 1 and 2; the vfs's cookies follow.
-const DOTS: u64 = 2;
-
 async fn lookup(vfs: &Vfs, parent: Ino, name: &[u8]) -> Outcome {
     if name == b"." {
         // Somebody came with a file handle (open_by_handle_at, NFS).
         let node = vfs.getattr(parent, None).await?;
         vfs.referenced(parent);
-        return Ok(Reply::entry(&made(&node)));
+        return Ok(Reply::entry(&to_entry(&node, Duration::ZERO)));
     }
     let Found { node, entry_ttl } = vfs.lookup(parent, name).await?;
     Ok(match node {
@@ -310,42 +307,42 @@ async fn lookup(vfs: &Vfs, parent: Ino, name: &[u8]) -> Outcome {
     })
 }
 
+/// Fills a listing. Rows that would not fit would have to be fetched again, so each time only as many are taken as
+/// fit even with the longest names.
 async fn readdir(vfs: &Vfs, ino: Ino, fh: u64, offset: u64, size: u32, plus: bool) -> Outcome {
     let mut listing = Listing::new(size);
-    let parent = if ino == Ino::ROOT { ino.0 } else { SOME_INO };
-    for (at, name, ino) in [(0, &b"."[..], ino.0), (1, b"..", parent)] {
-        if offset > at {
-            continue;
-        }
-        let kind = Kind::Dir.mode_bits();
-        // Without a node id the kernel takes only the name.
-        let fits = match plus {
-            true => listing.push_plus(&Entry::default(), ino, at + 1, kind, name),
-            false => listing.push(ino, at + 1, kind, name),
-        };
-        if !fits {
+    let mut cookie = offset;
+    loop {
+        let room = listing.room(plus, attr::NAME_MAX);
+        if room == 0 && !listing.is_empty() {
             return Ok(Reply::listing(listing));
         }
-    }
-    let row_min = if plus { 160 } else { 32 };
-    let want = (size / row_min).clamp(1, 4096) as usize;
-    for item in vfs.readdir(ino, fh, offset.saturating_sub(DOTS), want, plus).await? {
-        let (next, kind) = (item.cookie.saturating_add(DOTS), item.kind.mode_bits());
-        let fits = if plus {
-            let entry = item.node.as_ref().map(|(node, ttl)| to_entry(node, *ttl)).unwrap_or_default();
-            let fits = listing.push_plus(&entry, item.ino.0, next, kind, &item.name);
-            if fits && entry.nodeid != 0 {
-                vfs.referenced(item.ino);
-            }
-            fits
-        } else {
-            listing.push(item.ino.0, next, kind, &item.name)
+        let items = match vfs.readdir(ino, fh, cookie, room.max(1), plus).await {
+            Ok(items) if items.is_empty() => return Ok(Reply::listing(listing)),
+            Ok(items) => items,
+            // What is there goes out; the fault comes again with the next call.
+            Err(_) if !listing.is_empty() => return Ok(Reply::listing(listing)),
+            Err(fault) => return Err(fault),
         };
-        if !fits {
-            break;
+        for item in items {
+            let kind = item.kind.mode_bits();
+            let fits = if plus {
+                // Without a node id the kernel takes only the name.
+                let entry = item.node.as_ref().map(|(node, ttl)| to_entry(node, *ttl)).unwrap_or_default();
+                let fits = listing.push_plus(&entry, item.ino.0, item.cookie, kind, &item.name);
+                if fits && entry.nodeid != 0 {
+                    vfs.referenced(item.ino);
+                }
+                fits
+            } else {
+                listing.push(item.ino.0, item.cookie, kind, &item.name)
+            };
+            if !fits {
+                return Ok(Reply::listing(listing));
+            }
+            cookie = item.cookie;
         }
     }
-    Ok(Reply::listing(listing))
 }
 
 /// A reply known at once.
@@ -377,9 +374,9 @@ fn folder_flags(opened: &Opened) -> u32 {
     if opened.keep_cache { abi::fopen::CACHE_DIR | abi::fopen::KEEP_CACHE } else { 0 }
 }
 
-/// An entry just made: the vfs vouches for the attributes, and for the name only when asked.
-fn made(node: &Node) -> Entry {
-    to_entry(node, Duration::ZERO)
+/// An entry just made.
+fn made(vfs: &Vfs, parent: Ino, name: &[u8], node: &Node) -> Entry {
+    to_entry(node, vfs.entry_ttl(parent, name))
 }
 
 fn to_entry(node: &Node, entry_valid: Duration) -> Entry {

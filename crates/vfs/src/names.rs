@@ -51,6 +51,14 @@ impl Vfs {
         Ok(Found { node, entry_ttl })
     }
 
+    /// How long the kernel may keep an entry that was just made; zero if no lease covers it.
+    pub fn entry_ttl(&self, parent: Ino, name: &[u8]) -> Duration {
+        match self.find_name(parent, name) {
+            Some((Some(_), ttl)) => ttl.min(self.0.config.ttl_max),
+            _ => Duration::ZERO,
+        }
+    }
+
     /// Makes a folder, symlink, device, pipe, socket or closed file; adds one reference.
     #[allow(clippy::too_many_arguments)]
     pub async fn make(

@@ -286,6 +286,12 @@ impl Listing {
         true
     }
 
+    /// How many more rows fit for certain, if no name is longer than this.
+    pub fn room(&self, plus: bool, name_max: usize) -> usize {
+        let row = (DIRENT + name_max).next_multiple_of(8) + if plus { ENTRY_OUT } else { 0 };
+        (self.size - self.out.len()) / row
+    }
+
     /// Whether no row was added.
     pub fn is_empty(&self) -> bool {
         self.out.is_empty()
@@ -439,6 +445,7 @@ mod tests {
         assert!(listing.push(6, 2, libc::S_IFREG, b"1"));
         assert!(listing.push(7, 3, libc::S_IFLNK, b"1"));
         assert!(!listing.push(8, 4, libc::S_IFREG, b"1"));
+        assert_eq!((listing.room(false, 1), Listing::new(1000).room(true, 255)), (0, 2));
         let reply = Reply::listing(listing);
         let out = fixed(&reply);
         assert_eq!(out.len(), 96);
