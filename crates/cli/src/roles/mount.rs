@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use clap::Args;
@@ -54,6 +55,8 @@ pub struct Mount {
     mounted: Mutex<Mounted>,
     meta: Arc<torchfs_client::Meta>,
     path: PathBuf,
+    /// Somebody took the mount away; everything is written back and the session is closed.
+    gone: AtomicBool,
 }
 
 impl Mount {
@@ -98,7 +101,12 @@ impl Mount {
         })
         .await;
         match mounted {
-            Ok(mounted) => Ok(Mount { mounted: Mutex::new(mounted), meta, path: path.to_path_buf() }),
+            Ok(mounted) => Ok(Mount {
+                mounted: Mutex::new(mounted),
+                meta,
+                path: path.to_path_buf(),
+                gone: AtomicBool::new(false),
+            }),
             Err(error) => {
                 let _ = meta.close().await;
                 Err(error.into())
@@ -111,10 +119,14 @@ impl Mount {
         if let Err(error) = self.mounted.lock().await.wait().await {
             tracing::error!("after the unmount of {}: {error}", self.path.display());
         }
+        self.gone.store(true, Ordering::Release);
     }
 
     /// Unmounts; a mount in use is detached after everything was written back.
     pub async fn stop(self) -> anyhow::Result<()> {
+        if self.gone.load(Ordering::Acquire) {
+            return Ok(());
+        }
         let mut mounted = self.mounted.into_inner();
         if mounted.unmount(Umount::Normal).await.is_err() {
             tracing::warn!(
