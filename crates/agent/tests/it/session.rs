@@ -126,6 +126,27 @@ fn large_payloads_arrive_whole_and_on_a_page() {
 }
 
 #[test]
+fn writes_inside_a_page_keep_what_is_around_them() {
+    // The kernel once took the preferred size of I/O for the size of its blocks; ours is larger than a page.
+    let Some(stage) = Stage::with(FuseConfig::default(), LONG) else { return };
+    let mut data: Vec<u8> = (0..300_000u32).map(|i| (i % 251) as u8).collect();
+    let ino = stage.toy.put("file", &data);
+    let file = File::options().read(true).write(true).open(stage.at("file")).unwrap();
+    for (round, at) in [0, 1, 4095, 65_530, 70_000, 131_072, 299_990, 300_500].into_iter().enumerate() {
+        stage.tell(Notice::Inode { ino, offset: Some(0), len: 0 });
+        let part = vec![round as u8; 1 + round * 700];
+        file.write_all_at(&part, at as u64).unwrap();
+        data.resize(data.len().max(at + part.len()), 0);
+        data[at..at + part.len()].copy_from_slice(&part);
+        assert!(fs::read(stage.at("file")).unwrap() == data, "page cache, round {round}");
+        stage.tell(Notice::Inode { ino, offset: Some(0), len: 0 });
+        assert!(fs::read(stage.at("file")).unwrap() == data, "toy, round {round}");
+    }
+    drop(file);
+    stage.end();
+}
+
+#[test]
 fn the_mounts_readahead_is_raised() {
     let Some(stage) = Stage::new() else { return };
     let dev = fs::metadata(&stage.path).unwrap().dev();

@@ -75,7 +75,7 @@ impl Toy {
 
     fn add(&self, parent: u64, name: &[u8], mode: u32) -> Entry {
         let ino = self.next.fetch_add(1, Ordering::SeqCst);
-        let attr = Attr { ino, mode, nlink: 1, blksize: 4096, ..Attr::default() };
+        let attr = Attr { ino, mode, nlink: 1, blksize: 64 << 10, ..Attr::default() };
         let mut state = self.state.lock();
         state.nodes.insert(ino, Node { attr, data: Vec::new() });
         state.names.insert((parent, name.to_vec()), ino);
