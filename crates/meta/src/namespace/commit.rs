@@ -32,32 +32,43 @@ pub fn commit(view: &mut View<'_>, ctx: &Ctx<'_>, commit: &Commit) -> Result<Dec
     let mut decision = Decision::new(Done::Ok);
     let bits = if compacts { 0 } else { CONTENT };
     let mut appended = Vec::new();
-    let size_before = inode.size;
+    let (size_before, had_cut) = (inode.size, inode.cut.is_some());
     view.frees =
         commit.ranges.iter().all(|op| matches!(op, RangeOp::Punch { .. } | RangeOp::Truncate { .. }));
-    for op in &commit.ranges {
+    for (at, op) in commit.ranges.iter().enumerate() {
+        // Work in pieces is ordered before the commit, so only the commit's first operation may ask for it: a later one
+        // must not happen before an earlier one. Elsewhere the batch takes all of it, up to what a batch can be.
+        let opens = at == 0;
         let first = match op {
             RangeOp::Write { offset, len, source } => {
-                write(view, ino, &mut inode, &mut changes, *offset, *len, source)?
+                write(view, ino, &mut inode, &mut changes, opens, *offset, *len, source)?
             }
             RangeOp::Append { len, source } => {
-                let at = inode.size;
-                appended.push(at);
-                write(view, ino, &mut inode, &mut changes, at, *len, source)?
+                let end = inode.size;
+                appended.push(end);
+                write(view, ino, &mut inode, &mut changes, opens, end, *len, source)?
             }
             RangeOp::Punch { offset, len } => {
-                hole(view, ino, &mut inode, &mut changes, *offset, offset.saturating_add(*len))?
+                hole(view, ino, &mut inode, &mut changes, opens, *offset, offset.saturating_add(*len))?
             }
             RangeOp::Truncate { size } => {
                 within(*size, 0)?;
-                match resize(view, ino, &mut inode, &mut changes, *size, ctx.trim)? {
+                let grows = |later: &RangeOp| match later {
+                    RangeOp::Punch { .. } => false,
+                    RangeOp::Truncate { size: later } => later > size,
+                    _ => true,
+                };
+                let grows_again = commit.ranges[at + 1..].iter().any(grows);
+                let trim = if opens || !grows_again { ctx.trim } else { usize::MAX };
+                match resize(view, ino, &mut inode, &mut changes, *size, trim)? {
                     Resized::Done => None,
-                    Resized::Cut if commit.ranges.len() == 1 => {
+                    // An earlier cut is trimmed first in any case; then this one may fit the batch.
+                    Resized::Cut if grows_again && had_cut => Some(First::Trim(ino)),
+                    Resized::Cut if grows_again => Some(First::Cut(ino, *size)),
+                    Resized::Cut => {
                         decision.upkeep.push(ino);
                         None
                     }
-                    // What follows may grow the file again: the cut is ordered first and trimmed.
-                    Resized::Cut => Some(First::Cut(ino, *size)),
                     Resized::First(first) => Some(first),
                 }
             }
@@ -147,6 +158,7 @@ fn write(
     ino: Ino,
     inode: &mut record::Inode,
     changes: &mut BlockChanges,
+    opens: bool,
     offset: u64,
     len: u64,
     source: &Source,
@@ -160,7 +172,7 @@ fn write(
     }
     let bytes = match source {
         Source::Hole => {
-            let first = hole(view, ino, inode, changes, offset, offset + len)?;
+            let first = hole(view, ino, inode, changes, opens, offset, offset + len)?;
             inode.size = inode.size.max(offset + len);
             return Ok(first);
         }
@@ -195,10 +207,11 @@ fn hole(
     ino: Ino,
     inode: &mut record::Inode,
     changes: &mut BlockChanges,
+    opens: bool,
     from: u64,
     to: u64,
 ) -> Result<Option<First>> {
-    if overlaps_more_than(view, ino, from, to, PUNCH_MAX)? {
+    if opens && overlaps_more_than(view, ino, from, to, PUNCH_MAX)? {
         return Ok(Some(First::Punch(ino, from, to)));
     }
     punch(view, ino, inode, changes, from, to)?;

@@ -66,6 +66,7 @@ pub(crate) struct State {
     /// When a batch's time was last noted.
     pub noted: Option<Instant>,
     pub deleted: u64,
+    pub check: Option<crate::check::Run>,
     pub stopped: bool,
 }
 
@@ -472,7 +473,11 @@ impl Meta {
             let at = view.now;
             view.put(key::batch_time(key::CLUSTER, view.born), &record::BatchTime { at });
         }
-        Ok(self.engine.order(view.into_batch())?)
+        let batch = view.into_batch();
+        if let Some(run) = &mut state.check {
+            run.touch(&batch);
+        }
+        Ok(self.engine.order(batch)?)
     }
 }
 

@@ -69,6 +69,7 @@ impl Meta {
             grace,
             noted: None,
             deleted: 0,
+            check: None,
             stopped: false,
         };
         Ok(Meta { engine, clock, config, board, state: Mutex::new(state) })

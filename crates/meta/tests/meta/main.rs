@@ -1,4 +1,8 @@
 //! The metadata service in one process, over the embedded engine on a simulated disk, with a clock of its own.
 
+mod content;
 mod namespace;
+mod orphans;
+mod replay;
+mod sessions;
 mod world;

@@ -180,6 +180,14 @@ impl Pending {
         self.reply.is_some()
     }
 
+    /// The answer, which waits for nothing but the disk.
+    pub fn settle(mut self, world: &World) -> Reply {
+        if !self.is_ready() {
+            world.sync();
+        }
+        self.ready()
+    }
+
     /// The answer, which must be there.
     pub fn ready(mut self) -> Reply {
         assert!(self.is_ready(), "the request waits");
@@ -236,11 +244,7 @@ impl Client {
 
     /// The whole reply; makes the log durable if the answer waits for that.
     pub fn reply(&mut self, world: &World, op: Op) -> Reply {
-        let mut pending = self.start(world, op);
-        if !pending.is_ready() {
-            world.sync();
-        }
-        pending.ready()
+        self.start(world, op).settle(world)
     }
 
     pub fn call(&mut self, world: &World, op: Op) -> Result<Done, Fault> {

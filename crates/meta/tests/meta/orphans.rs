@@ -1,0 +1,110 @@
+//! Files without a name, while somebody may have them open.
+
+use torchfs_proto::attr::Kind;
+use torchfs_proto::extent::{RangeOp, Source};
+use torchfs_proto::msg::meta::{Done, Event, Make, Op};
+use torchfs_proto::{Code, Ino};
+
+use crate::content::commit;
+use crate::world::{World, raw};
+
+fn inodes(world: &World) -> u64 {
+    while world.meta.run_chores(100) > 0 {}
+    match world.admin(Op::Status) {
+        Done::Status(status) => status.inodes,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn an_unlinked_file_lives_until_every_session_has_released_it() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    let f = a.file(&world, "f");
+    b.lookup(&world, Ino::ROOT, "f").unwrap();
+    let mut going = a.start(&world, Op::Unlink { parent: Ino::ROOT, name: raw("f"), idle: Some(f) });
+    assert!(!going.is_ready(), "b's leases are in the way");
+    b.obey(&world, false);
+    let Done::Removed { attr, held } = going.ready().result.unwrap() else { panic!() };
+    assert_eq!((attr.nlink, held), (0, false));
+    assert_eq!(b.events(&world, 0).pop().unwrap().1, Event::Orphaned { ino: f });
+    assert_eq!(b.getattr(&world, f).nlink, 0);
+    assert_eq!(inodes(&world), 2);
+    b.call(&world, Op::Release { inos: vec![f] }).unwrap();
+    assert_eq!(inodes(&world), 1);
+    assert_eq!(b.refused(&world, Op::GetAttr { ino: f }), Code::Stale);
+    assert_eq!(world.problems(), Vec::<String>::new());
+}
+
+#[test]
+fn the_caller_is_told_when_it_is_held_to_have_the_file_open() {
+    let world = World::new();
+    let mut a = world.client();
+    let f = a.file(&world, "f");
+    let (attr, held) = a.unlink(&world, Ino::ROOT, "f").unwrap();
+    assert_eq!((attr.nlink, held), (0, true));
+    assert_eq!(inodes(&world), 2);
+    a.call(&world, Op::Release { inos: vec![f] }).unwrap();
+    assert_eq!(inodes(&world), 1);
+}
+
+#[test]
+fn the_end_of_a_session_releases_its_orphans() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    let f = a.file(&world, "f");
+    a.unlink(&world, Ino::ROOT, "f").unwrap();
+    let world = world.restart();
+    assert_eq!(inodes(&world), 2);
+    for client in [&mut a, &mut b] {
+        client.call(&world, Op::ResumeSession).unwrap();
+        client.call(&world, Op::Reclaim { leases: vec![], open: vec![f], last: true }).unwrap();
+    }
+    a.call(&world, Op::CloseSession).unwrap();
+    assert_eq!(inodes(&world), 1);
+    assert_eq!(b.refused(&world, Op::GetAttr { ino: f }), Code::Stale);
+    assert_eq!(world.problems(), Vec::<String>::new());
+}
+
+#[test]
+fn a_file_without_a_name_can_get_one() {
+    let world = World::new();
+    let mut a = world.client();
+    let make = Make {
+        parent: Ino::ROOT,
+        name: raw(""),
+        kind: Kind::File,
+        mode: 0o600,
+        uid: 0,
+        gid: 0,
+        rdev: 0,
+        target: raw(""),
+        exclusive: false,
+        open: true,
+    };
+    let reply = a.reply(&world, Op::Make(make));
+    let Done::Made { attr, .. } = reply.result.unwrap() else { panic!() };
+    let grant = reply.grants.iter().find(|grant| grant.ino == attr.ino).unwrap().number;
+    let write = vec![RangeOp::Append { len: 2, source: Source::Inline(raw("hi")) }];
+    a.call(&world, commit(attr.ino, grant, vec![], write)).unwrap();
+    assert_eq!(world.problems(), Vec::<String>::new());
+    a.call(&world, Op::Link { ino: attr.ino, parent: Ino::ROOT, name: raw("now") }).unwrap();
+    assert_eq!(a.lookup(&world, Ino::ROOT, "now").unwrap().size, 2);
+    a.call(&world, Op::CloseSession).unwrap();
+    let mut b = world.client();
+    assert_eq!(b.lookup(&world, Ino::ROOT, "now").unwrap().nlink, 1);
+    assert_eq!(world.problems(), Vec::<String>::new());
+}
+
+#[test]
+fn a_removed_folder_that_is_open_takes_no_names() {
+    let world = World::new();
+    let mut a = world.client();
+    let d = a.dir(&world, "d");
+    a.rmdir(&world, Ino::ROOT, "d").unwrap();
+    assert_eq!(a.getattr(&world, d).nlink, 0);
+    assert_eq!(a.try_make(&world, d, "f", Kind::File).unwrap_err().code, Code::NotFound);
+    a.call(&world, Op::Release { inos: vec![d] }).unwrap();
+    assert_eq!(inodes(&world), 1);
+    assert_eq!(world.problems(), Vec::<String>::new());
+}

@@ -1,0 +1,183 @@
+//! Requests that come again, and answers that wait for what they rest on.
+
+use std::collections::BTreeMap;
+
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use torchfs_meta::Config;
+use torchfs_proto::attr::Kind;
+use torchfs_proto::msg::meta::{Done, Make, Op, Request};
+use torchfs_proto::{Code, Ino};
+
+use crate::world::{World, raw, rounds, seed};
+
+fn make(name: &str) -> Op {
+    Op::Make(Make {
+        parent: Ino::ROOT,
+        name: raw(name),
+        kind: Kind::File,
+        mode: 0o644,
+        uid: 0,
+        gid: 0,
+        rdev: 0,
+        target: raw(""),
+        exclusive: true,
+        open: false,
+    })
+}
+
+#[test]
+fn a_request_sent_twice_is_done_once() {
+    let world = World::new();
+    let mut a = world.client();
+    let request = a.request(make("f"));
+    let first = world.start(request.clone()).ready();
+    let again = world.start(request.clone()).ready();
+    assert_eq!((first.result.clone(), first.ordered), (again.result, again.ordered));
+    let unlink = a.request(Op::Unlink { parent: Ino::ROOT, name: raw("f"), idle: None });
+    world.start(unlink.clone()).ready().result.unwrap();
+    world.start(unlink).ready().result.unwrap();
+    // The same still after a restart, though the file is gone.
+    let world = world.restart();
+    a.call(&world, Op::ResumeSession).unwrap();
+    a.call(&world, Op::Reclaim { leases: vec![], open: vec![], last: true }).unwrap();
+    let after = world.start(request).ready();
+    assert_eq!(after.ordered, first.ordered);
+    let Ok(Done::Made { created: true, .. }) = after.result else { panic!() };
+    assert_eq!(a.lookup(&world, Ino::ROOT, "f"), None);
+}
+
+#[test]
+fn results_are_dropped_up_to_the_watermark_and_bounded_without_one() {
+    let world = World::with(Config { outcomes_max: 8, ..Config::default() });
+    let mut a = world.client();
+    for n in 0..8 {
+        a.file(&world, &format!("f{n}"));
+    }
+    assert_eq!(a.refused(&world, make("more")), Code::Overloaded);
+    a.watermark = 8;
+    a.file(&world, "more");
+    let mut old = a.request(make("f0"));
+    old.seq = 1;
+    assert_eq!(world.start(old).ready().result.unwrap_err().code, Code::Protocol);
+}
+
+#[test]
+fn what_a_crash_takes_is_done_again_by_replay() {
+    let world = World::new();
+    let mut a = world.client();
+    a.file(&world, "kept");
+    world.sync();
+    let request = a.request(make("lost"));
+    let first = world.start(request.clone()).ready();
+    assert!(first.ordered > first.durable, "the answer did not wait for the disk");
+    let world = world.power_cut(3);
+    let Done::Session(info) = a.call(&world, Op::ResumeSession).unwrap() else { panic!() };
+    assert!(info.reclaim);
+    assert_eq!(a.refused(&world, Op::GetAttr { ino: Ino::ROOT }), Code::Grace);
+    a.call(&world, Op::Reclaim { leases: vec![], open: vec![], last: true }).unwrap();
+    assert_eq!(a.names(&world, Ino::ROOT), ["kept"]);
+    world.start(request).ready().result.unwrap();
+    assert_eq!(a.names(&world, Ino::ROOT), ["kept", "lost"]);
+    assert_eq!(world.problems(), Vec::<String>::new());
+}
+
+#[test]
+fn an_answer_that_rests_on_anothers_change_waits_until_it_is_durable() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    world.sync();
+    let f = a.file(&world, "f");
+    // The one who made it is answered at once; another waits, for names, attributes and refusals alike.
+    assert!(a.start(&world, Op::GetAttr { ino: f }).is_ready());
+    let mut lookup = b.start(&world, Op::Lookup { parent: Ino::ROOT, name: raw("f") });
+    let mut getattr = b.start(&world, Op::GetAttr { ino: f });
+    let mut refused = b.start(&world, make("f"));
+    assert!(!lookup.is_ready() && !getattr.is_ready() && !refused.is_ready());
+    world.sync();
+    assert!(lookup.is_ready() && getattr.is_ready() && refused.is_ready());
+    assert_eq!(refused.ready().result.unwrap_err().code, Code::Exists);
+    let mut other = b.start(&world, Op::StatFs);
+    assert!(other.is_ready());
+}
+
+/// Two clients make, remove and rename; the power goes now and then; each replays what it was told but what was not
+/// durable. In the end everything that anybody was told is there.
+fn told_is_kept(seed: u64) {
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut world = World::new();
+    let mut clients = [world.client(), world.client()];
+    let first = clients[0].dir(&world, "a");
+    let Op::Make(mut second) = make("b") else { unreachable!() };
+    second.kind = Kind::Dir;
+    let mut making = clients[1].start(&world, Op::Make(second));
+    assert!(!making.is_ready());
+    clients[0].obey(&world, false);
+    let Ok(Done::Made { attr: second, .. }) = making.settle(&world).result else { panic!() };
+    let dirs = [first, second.ino];
+    world.sync();
+    let mut told: [BTreeMap<String, ()>; 2] = Default::default();
+    let mut pending: [Vec<(Request, u64)>; 2] = Default::default();
+    for step in 0..60 {
+        let who = rng.random_range(0..2);
+        let client = &mut clients[who];
+        let name = format!("n{}", rng.random_range(0..6));
+        let parent = dirs[who];
+        let op = if rng.random() {
+            let Op::Make(mut op) = make(&name) else { unreachable!() };
+            op.parent = parent;
+            Op::Make(op)
+        } else {
+            Op::Unlink { parent, name: raw(&name), idle: None }
+        };
+        let request = client.request(op);
+        let reply = world.start(request.clone()).settle(&world);
+        match (&request.op, reply.result) {
+            (Op::Make(_), Ok(_)) => assert!(told[who].insert(name, ()).is_none(), "seed {seed} step {step}"),
+            (Op::Unlink { .. }, Ok(Done::Removed { attr, held })) => {
+                assert!(told[who].remove(&name).is_some(), "seed {seed} step {step}");
+                pending[who].push((request.clone(), reply.ordered.0));
+                if held {
+                    client.call(&world, Op::Release { inos: vec![attr.ino] }).unwrap();
+                }
+                continue;
+            }
+            (_, Err(fault)) => {
+                assert!(matches!(fault.code, Code::Exists | Code::NotFound), "{fault:?}");
+                continue;
+            }
+            other => panic!("{other:?}"),
+        }
+        pending[who].push((request, reply.ordered.0));
+        if rng.random_range(0..5) == 0 {
+            world.sync();
+        }
+        if rng.random_range(0..8) == 0 {
+            world = world.power_cut(seed + step);
+            for client in &mut clients {
+                client.call(&world, Op::ResumeSession).unwrap();
+                client.call(&world, Op::Reclaim { leases: vec![], open: vec![], last: true }).unwrap();
+            }
+            for requests in &mut pending {
+                for (request, _) in requests.iter() {
+                    let result = world.start(request.clone()).settle(&world).result;
+                    assert!(result.is_ok(), "seed {seed} step {step}: {result:?}");
+                }
+            }
+        }
+    }
+    for who in 0..2 {
+        let mut names = clients[who].names(&world, dirs[who]);
+        names.sort();
+        assert_eq!(names, told[who].keys().cloned().collect::<Vec<_>>(), "seed {seed}");
+    }
+    assert_eq!(world.problems(), Vec::<String>::new(), "seed {seed}");
+}
+
+#[test]
+fn whatever_anybody_was_told_survives_power_cuts_by_replay() {
+    let first = seed(100);
+    for seed in first..first + rounds(25) as u64 {
+        told_is_kept(seed * 1_000);
+    }
+}

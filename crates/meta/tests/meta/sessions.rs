@@ -1,0 +1,168 @@
+//! Sessions: their beginning, their end, and the grace after a restart.
+
+use torchfs_proto::extent::RangeOp;
+use torchfs_proto::msg::meta::{Done, Op, lease};
+use torchfs_proto::{Code, Ino};
+
+use crate::content::{block, commit, nth, within};
+use crate::world::{World, raw};
+
+#[test]
+fn a_session_that_is_not_renewed_ends_and_its_late_commits_are_refused() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    let f = a.file(&world, "f");
+    let grant = a.open_write(&world, f);
+    let ids = a.ids(&world, 10);
+    for _ in 0..61 {
+        world.advance_ms(1_000);
+        b.renew(&world);
+    }
+    let late = commit(
+        f,
+        grant,
+        vec![block(nth(ids, 0), 4)],
+        vec![RangeOp::Write { offset: 0, len: 4, source: within(nth(ids, 0), 0) }],
+    );
+    assert_eq!(a.refused(&world, late), Code::NoSession);
+    b.open_write(&world, f);
+    assert_eq!(world.problems(), Vec::<String>::new());
+}
+
+#[test]
+fn a_session_is_ended_by_eviction() {
+    let world = World::new();
+    let mut a = world.client();
+    let Done::Sessions(sessions) = world.admin(Op::Sessions) else { panic!() };
+    assert_eq!(sessions.len(), 1);
+    world.admin(Op::Evict { session: a.id });
+    assert_eq!(a.refused(&world, Op::Renew), Code::NoSession);
+}
+
+#[test]
+fn another_epoch_or_a_higher_fence_is_refused() {
+    let world = World::new();
+    let mut a = world.client();
+    let mut request = a.request(Op::GetAttr { ino: Ino::ROOT });
+    request.epoch += 1;
+    assert_eq!(world.start(request.clone()).ready().result.unwrap_err().code, Code::Fenced);
+    request.fence.0 = u64::MAX;
+    assert_eq!(world.start(request).ready().result.unwrap_err().code, Code::NotLeader);
+}
+
+#[test]
+fn after_a_restart_nothing_that_conflicts_is_granted_until_all_have_reported() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    let f = a.file(&world, "f");
+    a.open_write(&world, f);
+    let world = world.restart();
+    let Done::Session(info) = b.call(&world, Op::ResumeSession).unwrap() else { panic!() };
+    assert!(info.reclaim);
+    b.call(&world, Op::Reclaim { leases: vec![], open: vec![], last: true }).unwrap();
+    assert_eq!(b.refused(&world, Op::OpenData { ino: f, write: true }), Code::Grace);
+    a.call(&world, Op::ResumeSession).unwrap();
+    let leases = vec![(f, lease::WRITE | lease::ATTR)];
+    let reply = a.reply(&world, Op::Reclaim { leases, open: vec![f], last: true });
+    assert_eq!(reply.grants.len(), 1);
+    // Now all have reported, and the writer's lease counts again: it is recalled before another gets it.
+    let grant = reply.grants[0].number;
+    let mut opening = b.start(&world, Op::OpenData { ino: f, write: false });
+    assert!(!opening.is_ready());
+    a.call(&world, commit(f, grant, vec![], vec![RangeOp::Extend { size: 9 }])).unwrap();
+    a.obey(&world, false);
+    world.sync();
+    let reply = opening.ready();
+    let Done::Opened(attr) = reply.result.unwrap() else { panic!() };
+    assert_eq!((attr.size, reply.grants[0].bits), (9, lease::READ));
+}
+
+#[test]
+fn grace_ends_with_the_lease_term_when_a_session_is_silent() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    let f = a.file(&world, "f");
+    a.open_write(&world, f);
+    let world = world.restart();
+    b.call(&world, Op::ResumeSession).unwrap();
+    b.call(&world, Op::Reclaim { leases: vec![], open: vec![], last: true }).unwrap();
+    assert_eq!(b.refused(&world, Op::GetAttr { ino: f }), Code::Grace);
+    world.advance_ms(3_600);
+    b.renew(&world);
+    b.open_write(&world, f);
+    // Who comes too late gets no lease back, and may still have files open.
+    a.call(&world, Op::ResumeSession).unwrap();
+    let reply = a.reply(&world, Op::Reclaim { leases: vec![(f, lease::WRITE)], open: vec![f], last: true });
+    assert_eq!(reply.grants, vec![]);
+    let idle = Op::Unlink { parent: Ino::ROOT, name: raw("f"), idle: Some(f) };
+    b.call(&world, idle).unwrap();
+    assert_eq!(a.getattr(&world, f).nlink, 0);
+}
+
+#[test]
+fn ids_are_never_given_twice() {
+    let mut world = World::new();
+    let mut seen = std::collections::BTreeSet::new();
+    for cut in 0..6 {
+        let mut a = world.client();
+        for _ in 0..3 {
+            let range = a.ids(&world, 100);
+            for n in 0..100 {
+                assert!(seen.insert(nth(range, n)));
+            }
+        }
+        world = world.power_cut(cut);
+        world.advance_ms(4_000);
+    }
+}
+
+#[test]
+fn the_ranges_of_ended_sessions_are_purged_and_dead_blocks_deleted() {
+    use std::sync::Arc;
+
+    use futures_util::future::BoxFuture;
+    use parking_lot::Mutex;
+    use torchfs_meta::BlockPeers;
+    use torchfs_proto::{BlockId, IdRange, Result};
+
+    #[derive(Default)]
+    struct Peers(Mutex<(Vec<BlockId>, Vec<(IdRange, Vec<BlockId>)>)>);
+    impl BlockPeers for Peers {
+        fn delete<'a>(&'a self, _: &'a str, blocks: Vec<BlockId>) -> BoxFuture<'a, Result<()>> {
+            self.0.lock().0.extend(blocks);
+            Box::pin(async { Ok(()) })
+        }
+        fn purge<'a>(&'a self, _: &'a str, range: IdRange, keep: Vec<BlockId>) -> BoxFuture<'a, Result<()>> {
+            self.0.lock().1.push((range, keep));
+            Box::pin(async { Ok(()) })
+        }
+    }
+
+    let world = World::new();
+    world.server(7);
+    let mut a = world.client();
+    let f = a.file(&world, "f");
+    let grant = a.open_write(&world, f);
+    let ids = a.ids(&world, 10);
+    let write = |n| vec![RangeOp::Write { offset: 0, len: 4, source: within(nth(ids, n), 0) }];
+    a.call(&world, commit(f, grant, vec![block(nth(ids, 0), 4)], write(0))).unwrap();
+    a.call(&world, commit(f, grant, vec![block(nth(ids, 1), 4)], write(1))).unwrap();
+    a.call(&world, Op::CloseSession).unwrap();
+    let peers = Arc::new(Peers::default());
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let collect = || while runtime.block_on(world.meta.collect(&*peers)) > 0 {};
+    // Not before the batch is durable, and not before two lease terms are over.
+    collect();
+    world.sync();
+    collect();
+    assert!(peers.0.lock().0.is_empty() && peers.0.lock().1.is_empty());
+    world.advance_ms(8_000);
+    world.server(7);
+    collect();
+    let (deleted, purged) = &*peers.0.lock();
+    assert_eq!(*deleted, [nth(ids, 0)]);
+    assert_eq!(*purged, [(ids, vec![nth(ids, 1)])]);
+    let Done::Collected { deleted, waiting } = world.admin(Op::Collect) else { panic!() };
+    assert_eq!((deleted, waiting), (1, 0));
+    assert_eq!(world.problems(), Vec::<String>::new());
+}
