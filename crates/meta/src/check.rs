@@ -258,8 +258,12 @@ impl Look<'_> {
 
     fn record(&mut self, parts: &Parts<'_>, value: &[u8], of: u64, part: u64) -> Result<()> {
         let ino = Ino(parts.u64_at(0).unwrap_or(0));
-        match parts.space {
-            s if s == Space::Inode as u8 => {
+        let Some(space) = Space::of(parts.space) else {
+            self.say(format!("a record is in space {:#x}, which is not known", parts.space));
+            return Ok(());
+        };
+        match space {
+            Space::Inode => {
                 let Some(inode) = self.read::<record::Inode>(parts, value) else { return Ok(()) };
                 self.sums.inodes += 1;
                 if !self.plausible(ino) {
@@ -272,18 +276,18 @@ impl Look<'_> {
                     self.say(format!("symlink {ino} has {} bytes but its target another length", inode.size));
                 }
             }
-            s if s == Space::Entry as u8 => self.entry(ino, parts, value)?,
-            s if s == Space::Cookie as u8 => self.cookie(ino, parts, value)?,
-            s if s == Space::Extent as u8 => self.extent(ino, parts, value, of, part)?,
-            s if s == Space::Block as u8 => self.block(parts, value, of, part),
-            s if s == Space::Xattr as u8 => {
+            Space::Entry => self.entry(ino, parts, value)?,
+            Space::Cookie => self.cookie(ino, parts, value)?,
+            Space::Extent => self.extent(ino, parts, value, of, part)?,
+            Space::Block => self.block(parts, value, of, part),
+            Space::Xattr => {
                 if self.view.find_inode(ino)?.is_none() {
                     self.say(format!("an extended attribute belongs to inode {ino}, which is not there"));
                 } else if self.plausible(ino) {
                     self.sums.with_xattrs.add(ino);
                 }
             }
-            s if s == Space::Lock as u8 => {
+            Space::Lock => {
                 let session = SessionId(parts.u64_at(9).unwrap_or(0));
                 if !self.state.sessions.contains_key(&session) {
                     self.say(format!(
@@ -294,19 +298,17 @@ impl Look<'_> {
                     self.say(format!("a lock is on inode {ino}, which is not there"));
                 }
             }
-            s if s == Space::Orphan as u8 => match self.view.find_inode(ino)? {
+            Space::Orphan => match self.view.find_inode(ino)? {
                 None => self.say(format!("orphan {ino} has no inode")),
                 Some(inode) if inode.nlink > 0 => {
                     self.say(format!("orphan {ino} has {} links", inode.nlink));
                 }
                 Some(_) => {}
             },
-            s if s == Space::Session as u8 => {
-                if !self.state.sessions.contains_key(&SessionId(ino.0)) {
-                    self.say(format!("session {ino} has a record but is not served"));
-                }
+            Space::Session if !self.state.sessions.contains_key(&SessionId(ino.0)) => {
+                self.say(format!("session {ino} has a record but is not served"));
             }
-            s if s == Space::Range as u8 => {
+            Space::Range => {
                 let session = SessionId(ino.0);
                 if !self.state.sessions.contains_key(&session) {
                     self.say(format!(
@@ -317,12 +319,10 @@ impl Look<'_> {
                     self.sums.ranges.push((range.ids, format!("of session {session}")));
                 }
             }
-            s if s == Space::Outcome as u8 => {
-                if !self.state.sessions.contains_key(&SessionId(ino.0)) {
-                    self.say(format!("a result is kept for session {ino}, which is not there"));
-                }
+            Space::Outcome if !self.state.sessions.contains_key(&SessionId(ino.0)) => {
+                self.say(format!("a result is kept for session {ino}, which is not there"));
             }
-            s if s == Space::DeadBlock as u8 => {
+            Space::DeadBlock => {
                 self.sums.dead += 1;
                 if let Some(id) = parts.block_at(8)
                     && self.view.block(id)?.is_some()
@@ -330,15 +330,13 @@ impl Look<'_> {
                     self.say(format!("block {id} waits to be deleted but has a record"));
                 }
             }
-            s if s == Space::DeadRange as u8 => {
+            Space::DeadRange => {
                 if let Some(range) = self.read::<record::DeadRange>(parts, value) {
                     self.sums.ranges.push((range.ids, "that is dead".to_string()));
                 }
             }
-            s if s == Space::Cut as u8 => {
-                if self.view.find_inode(ino)?.is_none_or(|inode| inode.cut.is_none()) {
-                    self.say(format!("inode {ino} is listed as cut but is not"));
-                }
+            Space::Cut if self.view.find_inode(ino)?.is_none_or(|inode| inode.cut.is_none()) => {
+                self.say(format!("inode {ino} is listed as cut but is not"));
             }
             _ => {}
         }

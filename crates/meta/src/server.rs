@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use torchfs_proto::msg::{self, meta};
-use torchfs_proto::{Code, Fault, Result};
+use torchfs_proto::{BlockId, Code, Fault, IdRange, Result};
 use torchfs_rpc::{Answer, Answering, Peer, Request, Service};
 
 use crate::deleter::BlockPeers;
@@ -24,6 +24,16 @@ impl Service for Meta {
             let reply = self.handle(request).await;
             Ok(Answer::new(msg::encode(&reply)))
         })
+    }
+}
+
+impl BlockPeers for torchfs_client::Peers {
+    fn delete<'a>(&'a self, addr: &'a str, blocks: Vec<BlockId>) -> BoxFuture<'a, Result<()>> {
+        Box::pin(async move { torchfs_client::Peers::delete(self, addr, &blocks).await })
+    }
+
+    fn purge<'a>(&'a self, addr: &'a str, range: IdRange, keep: Vec<BlockId>) -> BoxFuture<'a, Result<()>> {
+        Box::pin(torchfs_client::Peers::purge(self, addr, range, keep))
     }
 }
 

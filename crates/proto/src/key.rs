@@ -66,6 +66,39 @@ pub enum Space {
     History = 0x40,
 }
 
+impl Space {
+    /// Every space there is.
+    pub const ALL: [Space; 22] = [
+        Space::Format,
+        Space::Volume,
+        Space::Server,
+        Space::Layout,
+        Space::ClusterCounters,
+        Space::BatchTime,
+        Space::Counters,
+        Space::Inode,
+        Space::Entry,
+        Space::Cookie,
+        Space::Extent,
+        Space::Block,
+        Space::Xattr,
+        Space::Lock,
+        Space::Orphan,
+        Space::Session,
+        Space::Range,
+        Space::Outcome,
+        Space::DeadBlock,
+        Space::DeadRange,
+        Space::Cut,
+        Space::History,
+    ];
+
+    /// The space of this number.
+    pub fn of(number: u8) -> Option<Space> {
+        Space::ALL.into_iter().find(|space| *space as u8 == number)
+    }
+}
+
 /// A key being written.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 struct Writer(Vec<u8>);

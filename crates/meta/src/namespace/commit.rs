@@ -6,10 +6,10 @@ use torchfs_proto::attr::SIZE_MAX;
 use torchfs_proto::chunk::MAX_BLOCK;
 use torchfs_proto::extent::{Extent, INLINE_MAX, NewBlock, RangeOp, Source};
 use torchfs_proto::msg::meta::{COMMIT_BLOCKS_MAX, COMMIT_RANGES_MAX, Commit, Done, lease};
-use torchfs_proto::record::{self, Answered, Bytes};
+use torchfs_proto::record::{Answered, Bytes};
 use torchfs_proto::{Code, Fault, Ino, Result};
 
-use super::extents::{CONTENT, Resized, overlapping, overlaps_more_than, place, punch, resize};
+use super::extents::{CONTENT, Edit, Resized, overlapping, overlaps_more_than};
 use super::{BlockChanges, Ctx, Decision, First, file, kill_privileges, touch};
 use crate::view::View;
 
@@ -39,18 +39,15 @@ pub fn commit(view: &mut View<'_>, ctx: &Ctx<'_>, commit: &Commit) -> Result<Dec
         // Work in pieces is ordered before the commit, so only the commit's first operation may ask for it: a later one
         // must not happen before an earlier one. Elsewhere the batch takes all of it, up to what a batch can be.
         let opens = at == 0;
+        let mut edit = Edit { view, ino, inode: &mut inode, changes: &mut changes };
         let first = match op {
-            RangeOp::Write { offset, len, source } => {
-                write(view, ino, &mut inode, &mut changes, opens, *offset, *len, source)?
-            }
+            RangeOp::Write { offset, len, source } => write(&mut edit, opens, *offset, *len, source)?,
             RangeOp::Append { len, source } => {
-                let end = inode.size;
+                let end = edit.inode.size;
                 appended.push(end);
-                write(view, ino, &mut inode, &mut changes, opens, end, *len, source)?
+                write(&mut edit, opens, end, *len, source)?
             }
-            RangeOp::Punch { offset, len } => {
-                hole(view, ino, &mut inode, &mut changes, opens, *offset, offset.saturating_add(*len))?
-            }
+            RangeOp::Punch { offset, len } => hole(&mut edit, opens, *offset, offset.saturating_add(*len))?,
             RangeOp::Truncate { size } => {
                 within(*size, 0)?;
                 let grows = |later: &RangeOp| match later {
@@ -60,7 +57,7 @@ pub fn commit(view: &mut View<'_>, ctx: &Ctx<'_>, commit: &Commit) -> Result<Dec
                 };
                 let grows_again = commit.ranges[at + 1..].iter().any(grows);
                 let trim = if opens || !grows_again { ctx.trim } else { usize::MAX };
-                match resize(view, ino, &mut inode, &mut changes, *size, trim)? {
+                match edit.resize(*size, trim)? {
                     Resized::Done => None,
                     // An earlier cut is trimmed first in any case; then this one may fit the batch.
                     Resized::Cut if grows_again && had_cut => Some(First::Trim(ino)),
@@ -74,7 +71,7 @@ pub fn commit(view: &mut View<'_>, ctx: &Ctx<'_>, commit: &Commit) -> Result<Dec
             }
             RangeOp::Extend { size } => {
                 within(*size, 0)?;
-                grow(ino, &mut inode, *size)
+                grow(&mut edit, *size)
             }
         };
         if let Some(first) = first {
@@ -154,10 +151,7 @@ fn expected(view: &View<'_>, ino: Ino, expect: &[Extent]) -> Result<()> {
 }
 
 fn write(
-    view: &mut View<'_>,
-    ino: Ino,
-    inode: &mut record::Inode,
-    changes: &mut BlockChanges,
+    edit: &mut Edit<'_, '_>,
     opens: bool,
     offset: u64,
     len: u64,
@@ -167,13 +161,14 @@ fn write(
     if len == 0 {
         return Err(Fault::new(Code::Invalid, "an extent has at least one byte"));
     }
-    if inode.cut.is_some_and(|cut| offset + len > cut) {
-        return Ok(Some(First::Trim(ino)));
+    let end = offset + len;
+    if edit.inode.cut.is_some_and(|cut| end > cut) {
+        return Ok(Some(First::Trim(edit.ino)));
     }
     let bytes = match source {
         Source::Hole => {
-            let first = hole(view, ino, inode, changes, opens, offset, offset + len)?;
-            inode.size = inode.size.max(offset + len);
+            let first = hole(edit, opens, offset, end)?;
+            edit.inode.size = edit.inode.size.max(end);
             return Ok(first);
         }
         Source::Inline(bytes) => {
@@ -183,9 +178,9 @@ fn write(
             Bytes::Inline(bytes.clone())
         }
         Source::Block { id, offset: at, .. } => {
-            let block_len = match changes.introduced(*id) {
+            let block_len = match edit.changes.introduced(*id) {
                 Some(block) => block.len,
-                None => match view.block(*id)? {
+                None => match edit.view.block(*id)? {
                     Some(block) => block.len,
                     None => return Err(Fault::new(Code::Gone, format!("block {id} is not known"))),
                 },
@@ -196,33 +191,25 @@ fn write(
             Bytes::Block { id: *id, offset: *at }
         }
     };
-    punch(view, ino, inode, changes, offset, offset + len)?;
-    place(view, ino, inode, changes, offset, len, bytes);
-    inode.size = inode.size.max(offset + len);
+    edit.punch(offset, end)?;
+    edit.place(offset, len, bytes);
+    edit.inode.size = edit.inode.size.max(end);
     Ok(None)
 }
 
-fn hole(
-    view: &mut View<'_>,
-    ino: Ino,
-    inode: &mut record::Inode,
-    changes: &mut BlockChanges,
-    opens: bool,
-    from: u64,
-    to: u64,
-) -> Result<Option<First>> {
-    if opens && overlaps_more_than(view, ino, from, to, PUNCH_MAX)? {
-        return Ok(Some(First::Punch(ino, from, to)));
+fn hole(edit: &mut Edit<'_, '_>, opens: bool, from: u64, to: u64) -> Result<Option<First>> {
+    if opens && overlaps_more_than(edit.view, edit.ino, from, to, PUNCH_MAX)? {
+        return Ok(Some(First::Punch(edit.ino, from, to)));
     }
-    punch(view, ino, inode, changes, from, to)?;
+    edit.punch(from, to)?;
     Ok(None)
 }
 
-fn grow(ino: Ino, inode: &mut record::Inode, size: u64) -> Option<First> {
-    if inode.cut.is_some_and(|cut| size > cut) {
-        return Some(First::Trim(ino));
+fn grow(edit: &mut Edit<'_, '_>, size: u64) -> Option<First> {
+    if edit.inode.cut.is_some_and(|cut| size > cut) {
+        return Some(First::Trim(edit.ino));
     }
-    inode.size = inode.size.max(size);
+    edit.inode.size = edit.inode.size.max(size);
     None
 }
 

@@ -6,7 +6,7 @@ use torchfs_proto::record::Answered;
 use torchfs_proto::{Code, Fault, Ino, Result};
 
 use super::commit::within;
-use super::extents::{CONTENT, overlapping, part, place, punch};
+use super::extents::{CONTENT, Edit, overlapping, part};
 use super::{BlockChanges, Decision, First, file, touch};
 use crate::view::View;
 
@@ -54,13 +54,14 @@ pub fn copy_range(view: &mut View<'_>, copy: &Copy) -> Result<Decision> {
     }
     if len > 0 {
         let mut changes = BlockChanges::default();
-        punch(view, copy.to, &mut inode, &mut changes, copy.to_offset, copy.to_offset + len)?;
+        let mut edit = Edit { view, ino: copy.to, inode: &mut inode, changes: &mut changes };
+        edit.punch(copy.to_offset, copy.to_offset + len)?;
         for (offset, run) in runs {
             let from = offset.max(copy.from_offset);
             let upto = (offset + run.len).min(end);
             let bytes = part(&run.bytes, from - offset, upto - from);
             let at = copy.to_offset + (from - copy.from_offset);
-            place(view, copy.to, &mut inode, &mut changes, at, upto - from, bytes);
+            edit.place(at, upto - from, bytes);
         }
         changes.apply(view)?;
         inode.size = inode.size.max(copy.to_offset + len);

@@ -72,41 +72,87 @@ pub(super) enum Resized {
     First(First),
 }
 
-/// Sets the length of a file whose inode is at hand; the caller writes the inode.
-pub(super) fn resize(
-    view: &mut View<'_>,
-    ino: Ino,
-    inode: &mut record::Inode,
-    changes: &mut BlockChanges,
-    size: u64,
-    trim: usize,
-) -> Result<Resized> {
-    if let Some(cut) = inode.cut
-        && size > cut
-    {
-        return Ok(Resized::First(First::Trim(ino)));
-    }
-    let shrinks = size < inode.size;
-    inode.size = size;
-    if !shrinks {
-        return Ok(Resized::Done);
-    }
-    let (_, more) = overlapping(view, ino, size, u64::MAX, trim)?;
-    let cuts = more || inode.cut.is_some();
-    if cuts {
+/// Range edits of one file whose inode is at hand. The caller writes the inode and applies the changes of blocks when all
+/// edits are made.
+pub(super) struct Edit<'e, 'v> {
+    pub view: &'e mut View<'v>,
+    pub ino: Ino,
+    pub inode: &'e mut record::Inode,
+    pub changes: &'e mut BlockChanges,
+}
+
+impl Edit<'_, '_> {
+    /// Sets the length.
+    pub fn resize(&mut self, size: u64, trim: usize) -> Result<Resized> {
+        if let Some(cut) = self.inode.cut
+            && size > cut
+        {
+            return Ok(Resized::First(First::Trim(self.ino)));
+        }
+        let shrinks = size < self.inode.size;
+        self.inode.size = size;
+        if !shrinks {
+            return Ok(Resized::Done);
+        }
+        let cuts = self.inode.cut.is_some() || overlaps_more_than(self.view, self.ino, size, u64::MAX, trim)?;
+        if !cuts {
+            self.punch(size, u64::MAX)?;
+            return Ok(Resized::Done);
+        }
         // Only the run that crosses the new end is touched now.
-        let (runs, _) = overlapping(view, ino, size, size.saturating_add(1), 1)?;
+        let (runs, _) = overlapping(self.view, self.ino, size, size.saturating_add(1), 1)?;
         if let Some((offset, run)) = runs.into_iter().next()
             && offset < size
         {
-            remove_part(view, ino, inode, changes, (offset, run), size, u64::MAX);
+            self.remove_part((offset, run), size, u64::MAX);
         }
-        inode.cut = Some(size);
-        view.put(key::cut(view.volume, ino), &size);
-    } else {
-        punch(view, ino, inode, changes, size, u64::MAX)?;
+        self.inode.cut = Some(size);
+        self.view.put(key::cut(self.view.volume, self.ino), &size);
+        Ok(Resized::Cut)
     }
-    Ok(if cuts { Resized::Cut } else { Resized::Done })
+
+    /// Takes a range out of the file: runs within it go, runs that cross its ends are trimmed or split.
+    pub fn punch(&mut self, from: u64, to: u64) -> Result<()> {
+        let (runs, _) = overlapping(self.view, self.ino, from, to, usize::MAX)?;
+        for run in runs {
+            self.remove_part(run, from, to);
+        }
+        Ok(())
+    }
+
+    /// Puts a run where nothing is.
+    pub fn place(&mut self, offset: u64, len: u64, bytes: Bytes) {
+        if let Bytes::Block { id, .. } = &bytes {
+            self.changes.add(*id, 1, signed(len));
+        }
+        self.inode.stored += len;
+        let run = record::Extent { born: self.view.born, len, bytes };
+        self.view.put(key::extent(self.view.volume, self.ino, offset), &run);
+    }
+
+    /// Removes the part of one run that lies within `[from, to)`.
+    fn remove_part(&mut self, (offset, run): (u64, record::Extent), from: u64, to: u64) {
+        let end = offset + run.len;
+        let left = from.saturating_sub(offset).min(run.len);
+        let right = end.saturating_sub(to.max(offset)).min(run.len);
+        let removed = run.len - left - right;
+        let pieces = i64::from(left > 0) + i64::from(right > 0);
+        if let Bytes::Block { id, .. } = &run.bytes {
+            self.changes.add(*id, pieces - 1, -signed(removed));
+        }
+        self.inode.stored = self.inode.stored.saturating_sub(removed);
+        let (volume, born) = (self.view.volume, self.view.born);
+        let at = key::extent(volume, self.ino, offset);
+        match left {
+            0 => self.view.delete(at),
+            _ => self.view.put(at, &record::Extent { born, len: left, bytes: part(&run.bytes, 0, left) }),
+        }
+        if right > 0 {
+            let skip = run.len - right;
+            let tail = record::Extent { born, len: right, bytes: part(&run.bytes, skip, right) };
+            self.view.put(key::extent(volume, self.ino, offset + skip), &tail);
+        }
+    }
 }
 
 /// Removes runs beyond a cut, at most so many; answers whether none is left.
@@ -150,8 +196,9 @@ pub(super) fn remove_from(
         ControlFlow::Continue(())
     })?;
     let mut changes = BlockChanges::default();
-    for (offset, run) in runs {
-        remove_part(view, ino, inode, &mut changes, (offset, run), 0, u64::MAX);
+    let mut edit = Edit { view, ino, inode, changes: &mut changes };
+    for run in runs {
+        edit.remove_part(run, 0, u64::MAX);
     }
     changes.apply(view)?;
     Ok(more)
@@ -165,7 +212,8 @@ pub fn work(view: &mut View<'_>, first: First, limit: usize) -> Result<Option<In
         First::Cut(ino, size) => {
             let mut inode = file(view, ino)?;
             let mut changes = BlockChanges::default();
-            let resized = resize(view, ino, &mut inode, &mut changes, size, limit)?;
+            let mut edit = Edit { view, ino, inode: &mut inode, changes: &mut changes };
+            let resized = edit.resize(size, limit)?;
             changes.apply(view)?;
             inode.mtime = view.now;
             inode.data_version += 1;
@@ -177,8 +225,9 @@ pub fn work(view: &mut View<'_>, first: First, limit: usize) -> Result<Option<In
             let mut inode = file(view, ino)?;
             let (runs, _) = overlapping(view, ino, from, to, limit)?;
             let mut changes = BlockChanges::default();
+            let mut edit = Edit { view, ino, inode: &mut inode, changes: &mut changes };
             for run in runs {
-                remove_part(view, ino, &mut inode, &mut changes, run, from, to);
+                edit.remove_part(run, from, to);
             }
             changes.apply(view)?;
             inode.data_version += 1;
@@ -198,39 +247,6 @@ pub(super) fn overlaps_more_than(
     limit: usize,
 ) -> Result<bool> {
     Ok(overlapping(view, ino, from, to, limit)?.1)
-}
-
-/// Takes a range out of a file: runs within it go, runs that cross its ends are trimmed or split.
-pub(super) fn punch(
-    view: &mut View<'_>,
-    ino: Ino,
-    inode: &mut record::Inode,
-    changes: &mut BlockChanges,
-    from: u64,
-    to: u64,
-) -> Result<()> {
-    let (runs, _) = overlapping(view, ino, from, to, usize::MAX)?;
-    for run in runs {
-        remove_part(view, ino, inode, changes, run, from, to);
-    }
-    Ok(())
-}
-
-/// Puts a run where nothing is.
-pub(super) fn place(
-    view: &mut View<'_>,
-    ino: Ino,
-    inode: &mut record::Inode,
-    changes: &mut BlockChanges,
-    offset: u64,
-    len: u64,
-    bytes: Bytes,
-) {
-    if let Bytes::Block { id, .. } = &bytes {
-        changes.add(*id, 1, signed(len));
-    }
-    inode.stored += len;
-    view.put(key::extent(view.volume, ino, offset), &record::Extent { born: view.born, len, bytes });
 }
 
 /// The runs that overlap `[from, to)` with their first bytes, at most so many, and whether there are more.
@@ -269,37 +285,6 @@ pub(super) fn overlapping(
         ControlFlow::Continue(())
     })?;
     Ok((runs, more))
-}
-
-/// Removes the part of one run that lies within `[from, to)`.
-fn remove_part(
-    view: &mut View<'_>,
-    ino: Ino,
-    inode: &mut record::Inode,
-    changes: &mut BlockChanges,
-    (offset, run): (u64, record::Extent),
-    from: u64,
-    to: u64,
-) {
-    let end = offset + run.len;
-    let left = from.saturating_sub(offset).min(run.len);
-    let right = end.saturating_sub(to.max(offset)).min(run.len);
-    let removed = run.len - left - right;
-    let pieces = i64::from(left > 0) + i64::from(right > 0);
-    if let Bytes::Block { id, .. } = &run.bytes {
-        changes.add(*id, pieces - 1, -signed(removed));
-    }
-    inode.stored = inode.stored.saturating_sub(removed);
-    let at = key::extent(view.volume, ino, offset);
-    match left {
-        0 => view.delete(at),
-        _ => view.put(at, &record::Extent { born: view.born, len: left, bytes: part(&run.bytes, 0, left) }),
-    }
-    if right > 0 {
-        let skip = run.len - right;
-        let tail = record::Extent { born: view.born, len: right, bytes: part(&run.bytes, skip, right) };
-        view.put(key::extent(view.volume, ino, offset + skip), &tail);
-    }
 }
 
 /// A part of where a run's bytes are.

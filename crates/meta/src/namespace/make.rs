@@ -40,8 +40,15 @@ pub fn make(view: &mut View<'_>, ctx: &Ctx<'_>, make: &Make) -> Result<Decision>
     };
 
     let mut counters = view.counters()?;
-    let ino = Ino(counters.next_ino.max(Ino::ROOT.0 + 1));
-    counters.next_ino = ino.0 + 1;
+    let next = Ino(counters.next_ino.max(Ino::ROOT.0 + 1));
+    let ino = match ctx.made {
+        // Programs know the inode by the number that the first answer gave it; only a crash took the record away.
+        Some(made) if made > Ino::ROOT && made < next && view.find_inode(made)?.is_none() => made,
+        _ => {
+            counters.next_ino = next.0 + 1;
+            next
+        }
+    };
     counters.inodes += 1;
     view.put(torchfs_proto::key::counters(view.volume), &counters);
 

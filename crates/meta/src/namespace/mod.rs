@@ -65,6 +65,8 @@ pub struct Ctx<'a> {
     pub ranges: &'a [IdRange],
     /// Extents that one batch may remove.
     pub trim: usize,
+    /// The inode that the first answer to a replayed make named.
+    pub made: Option<Ino>,
 }
 
 /// Leases of others that a decision must wait for.

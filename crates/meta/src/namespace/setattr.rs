@@ -5,7 +5,7 @@ use torchfs_proto::msg::meta::{Done, lease};
 use torchfs_proto::record::Answered;
 use torchfs_proto::{Code, Fault, Ino, Result};
 
-use super::extents::{Resized, resize};
+use super::extents::{Edit, Resized};
 use super::{BlockChanges, Ctx, Decision, file, kill_privileges, touch};
 use crate::view::View;
 
@@ -23,7 +23,8 @@ pub fn setattr(view: &mut View<'_>, ctx: &Ctx<'_>, ino: Ino, set: &SetAttr) -> R
         bits |= lease::READ | lease::WRITE;
         view.frees = size < inode.size;
         let mut changes = BlockChanges::default();
-        match resize(view, ino, &mut inode, &mut changes, size, ctx.trim)? {
+        let mut edit = Edit { view, ino, inode: &mut inode, changes: &mut changes };
+        match edit.resize(size, ctx.trim)? {
             Resized::Done => {}
             Resized::Cut => decision.upkeep.push(ino),
             Resized::First(first) => {

@@ -217,6 +217,7 @@ impl Meta {
                 known: &known,
                 ranges: &session.ranges,
                 trim: self.config.trim_extents,
+                made: request.made,
             };
             decide(&mut view, &ctx, &request.op, || self.volume_use(state, volume))?
         };

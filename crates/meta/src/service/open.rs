@@ -1,6 +1,6 @@
 //! Opening a store: checks what it is, makes it if it is new, and takes in what memory needs.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
@@ -47,6 +47,13 @@ impl Meta {
         let mut chores = VecDeque::new();
         for volume in volumes.keys().copied() {
             load_volume(&view, volume, now, &mut leases, &mut sessions, &mut chores)?;
+        }
+        let replaying: BTreeSet<VolumeId> = sessions.values().map(|session: &Session| session.volume).collect();
+        for volume in replaying {
+            let mut view = View::new(&*engine, volume, wall_ns, 0);
+            view.count(|counters| counters.next_ino += config.ino_gap)?;
+            view.frees = true;
+            engine.order(view.into_batch())?;
         }
         let grace = (!sessions.is_empty()).then(|| now + config.lease_term());
         if !sessions.is_empty() {

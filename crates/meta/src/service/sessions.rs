@@ -313,7 +313,9 @@ impl Meta {
         if let Some(session) = state.sessions.get_mut(&request.session) {
             session.ranges.push(ids);
         }
-        Ok(Step::Reply(self.reply(state, request.session, Ok(Done::Ids(ids)), seq, Vec::new())))
+        // Blocks are put under these ids before anything else tells of them: the range must not get lost.
+        let reply = self.reply(state, request.session, Ok(Done::Ids(ids)), seq, Vec::new());
+        Ok(Step::Durable(seq, reply))
     }
 
     /// Queues an event; `None` if the session is gone or its queue is full, in which case its leases end instead.

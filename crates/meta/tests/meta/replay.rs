@@ -71,14 +71,20 @@ fn what_a_crash_takes_is_done_again_by_replay() {
     let request = a.request(make("lost"));
     let first = world.start(request.clone()).ready();
     assert!(first.ordered > first.durable, "the answer did not wait for the disk");
+    let Ok(Done::Made { attr: told, .. }) = first.result else { panic!() };
     let world = world.power_cut(3);
     let Done::Session(info) = a.call(&world, Op::ResumeSession).unwrap() else { panic!() };
     assert!(info.reclaim);
     assert_eq!(a.refused(&world, Op::GetAttr { ino: Ino::ROOT }), Code::Grace);
     a.call(&world, Op::Reclaim { leases: vec![], open: vec![], last: true }).unwrap();
     assert_eq!(a.names(&world, Ino::ROOT), ["kept"]);
-    world.start(request).ready().result.unwrap();
-    assert_eq!(a.names(&world, Ino::ROOT), ["kept", "lost"]);
+    // Meanwhile others make files; the number that was told is not given to them.
+    let other = a.file(&world, "other");
+    assert_ne!(other, told.ino);
+    let again = world.start(Request { made: Some(told.ino), ..request }).ready().result.unwrap();
+    let Done::Made { attr, created: true } = again else { panic!() };
+    assert_eq!(attr.ino, told.ino);
+    assert_eq!(a.names(&world, Ino::ROOT), ["kept", "other", "lost"]);
     assert_eq!(world.problems(), Vec::<String>::new());
 }
 

@@ -235,6 +235,7 @@ impl Client {
             watermark: self.watermark,
             fence: Fence(0),
             op,
+            made: None,
         }
     }
 
