@@ -89,7 +89,16 @@ fn placement() -> Placement {
 }
 
 fn request(op: meta::Op) -> meta::Request {
-    meta::Request { session: SessionId(5), epoch: 1, seq: 42, step: 0, watermark: 40, fence: Fence(6), op }
+    meta::Request {
+        session: SessionId(5),
+        epoch: 1,
+        seq: 42,
+        step: 0,
+        watermark: 40,
+        fence: Fence(6),
+        op,
+        made: None,
+    }
 }
 
 fn reply(result: Result<meta::Done>) -> meta::Reply {

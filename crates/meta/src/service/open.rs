@@ -48,7 +48,8 @@ impl Meta {
         for volume in volumes.keys().copied() {
             load_volume(&view, volume, now, &mut leases, &mut sessions, &mut chores)?;
         }
-        let replaying: BTreeSet<VolumeId> = sessions.values().map(|session: &Session| session.volume).collect();
+        let replaying: BTreeSet<VolumeId> =
+            sessions.values().map(|session: &Session| session.volume).collect();
         for volume in replaying {
             let mut view = View::new(&*engine, volume, wall_ns, 0);
             view.count(|counters| counters.next_ino += config.ino_gap)?;

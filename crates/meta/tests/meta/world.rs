@@ -122,8 +122,16 @@ impl World {
 
     /// A request outside of sessions.
     pub fn admin(&self, op: Op) -> Done {
-        let request =
-            Request { session: SessionId(0), epoch: 0, seq: 0, step: 0, watermark: 0, fence: Fence(0), op };
+        let request = Request {
+            session: SessionId(0),
+            epoch: 0,
+            seq: 0,
+            step: 0,
+            watermark: 0,
+            fence: Fence(0),
+            op,
+            made: None,
+        };
         self.start(request).ready().result.unwrap()
     }
 
