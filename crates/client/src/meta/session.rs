@@ -242,13 +242,15 @@ impl Shared {
         let heard = {
             let mut state = self.state.lock();
             let state = &mut *state;
+            let heard = match reply {
+                Ok(reply) => self.take(state, generation, reply, kind, &mut after),
+                Err(fault) => self.judge(state, generation, Err(fault), kind, Seq(0), &mut after),
+            };
+            // Only now: until its grants are taken, the recalls that came after it was sent must be remembered.
             if let Some(ticket) = ticket {
                 state.leases.end(ticket);
             }
-            match reply {
-                Ok(reply) => self.take(state, generation, reply, kind, &mut after),
-                Err(fault) => self.judge(state, generation, Err(fault), kind, Seq(0), &mut after),
-            }
+            heard
         };
         self.follow(after);
         heard
