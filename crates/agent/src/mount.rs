@@ -14,7 +14,7 @@ use std::fs::{self, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use crate::fuse::Device;
@@ -214,12 +214,21 @@ fn check_mount_point(path: &Path) -> Result<PathBuf, Error> {
     }
 }
 
+/// Major 10, minor 229.
+const FUSE_DEVICE: u64 = libc::makedev(10, 229);
+
 fn open_device(path: &Path) -> Result<OwnedFd, Error> {
     let device = OpenOptions::new().read(true).write(true).custom_flags(libc::O_CLOEXEC).open("/dev/fuse");
-    device.map(OwnedFd::from).map_err(|error| match error.kind() {
+    let device = device.map_err(|error| match error.kind() {
         io::ErrorKind::PermissionDenied => Error::NoRights { doing: "mount on", path: path.into(), error },
         _ => Error::NoDevice(error),
-    })
+    })?;
+    // Containers sometimes put another file in its place, which mount(2) refuses without a reason.
+    let is_fuse = |meta: fs::Metadata| meta.file_type().is_char_device() && meta.rdev() == FUSE_DEVICE;
+    match device.metadata().map(is_fuse) {
+        Ok(true) => Ok(device.into()),
+        _ => Err(Error::NoDevice(io::Error::other("it is not the FUSE device"))),
+    }
 }
 
 /// Whether a mount is there whose server is gone.

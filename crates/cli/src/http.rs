@@ -16,13 +16,27 @@ pub type Health = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
 const REQUEST_MAX: usize = 8 << 10;
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Starts to collect metrics, and serves them at `addr` if there is one.
-pub async fn start(addr: Option<&str>, health: Health) -> anyhow::Result<()> {
-    let Some(addr) = addr else { return Ok(()) };
-    let metrics = PrometheusBuilder::new().install_recorder().context("cannot start metrics")?;
+/// The pages' address, taken and collecting; serves nothing yet.
+///
+/// Made before the roles, since what they count before anybody collects is lost.
+pub struct Pages {
+    listener: TcpListener,
+    metrics: PrometheusHandle,
+}
+
+/// Begins to collect metrics if there is an address to serve them at.
+pub async fn collect(addr: Option<&str>) -> anyhow::Result<Option<Pages>> {
+    let Some(addr) = addr else { return Ok(None) };
     let listener = TcpListener::bind(addr).await.with_context(|| {
         format!("cannot serve metrics at {addr}; choose another address with --metrics HOST:PORT")
     })?;
+    let metrics = PrometheusBuilder::new().install_recorder().context("cannot start metrics")?;
+    Ok(Some(Pages { listener, metrics }))
+}
+
+/// Serves the pages for a role that has started.
+pub fn serve(pages: Option<Pages>, health: Health) -> anyhow::Result<()> {
+    let Some(Pages { listener, metrics }) = pages else { return Ok(()) };
     let local: SocketAddr = listener.local_addr()?;
     tracing::info!("metrics at http://{local}/metrics");
     tokio::spawn(async move {

@@ -5,6 +5,5 @@
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
-mod cost;
 mod session;
 mod toy;

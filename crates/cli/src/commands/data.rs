@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use crate::connect::{self, Connect};
+use crate::http;
 use crate::roles::{self, DataOptions};
 
 /// Run a data server; it joins the cluster by starting
@@ -52,6 +53,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     roles::block_on(async move {
         roles::make_dir(&args.dir)?;
         let stop = roles::stop_signal()?;
+        let pages = http::collect(args.metrics.as_deref()).await?;
         let cluster = roles::Cluster::remote(&found);
         let start = roles::DataStart {
             dir: &args.dir,
@@ -61,7 +63,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             insecure: args.insecure,
         };
         let data = roles::Data::start(start, &cluster, &args.options).await?;
-        crate::http::start(args.metrics.as_deref(), data.health()).await?;
+        http::serve(pages, data.health())?;
         println!("data server at {}", data.addr());
         stop.await;
         data.stop().await;

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use crate::connect;
+use crate::http;
 use crate::roles::{self, MetaOptions};
 
 /// Run the metadata service
@@ -48,8 +49,9 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             None => Vec::new(),
         };
         let stop = roles::stop_signal()?;
+        let pages = http::collect(args.metrics.as_deref()).await?;
         let meta = roles::Meta::start(&args.dir, &args.listen, &secret, args.insecure, &args.options).await?;
-        crate::http::start(args.metrics.as_deref(), meta.health()).await?;
+        http::serve(pages, meta.health())?;
         println!("metadata service at {}", meta.addr());
         stop.await;
         meta.stop().await;

@@ -12,6 +12,7 @@ use std::process::{Command, ExitCode, Stdio};
 use anyhow::{Context, bail};
 
 use crate::connect::{self, Connect, Found};
+use crate::http;
 use crate::roles::{self, MountOptions};
 
 /// Mount a volume
@@ -61,9 +62,10 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let volume = volume.to_string();
     roles::block_on(async move {
         let stop = roles::stop_signal()?;
+        let pages = http::collect(args.metrics.as_deref()).await?;
         let cluster = roles::Cluster::remote(&found);
         let mount = roles::Mount::start(&path, &volume, &cluster, &args.options).await?;
-        crate::http::start(args.metrics.as_deref(), mount.health()).await?;
+        http::serve(pages, mount.health())?;
         println!("{MOUNTED} {}", path.display());
         tokio::select! {
             () = stop => {}

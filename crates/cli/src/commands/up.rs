@@ -7,6 +7,7 @@ use anyhow::Context;
 use torchfs_proto::layout::Scheme;
 
 use crate::connect::{self, Note};
+use crate::http;
 use crate::roles::{self, DataOptions, MetaOptions, MountOptions};
 
 /// Run a whole cluster in one process, in the foreground
@@ -66,6 +67,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             (None, _) => connect::make_secret(&secret_file)?,
         };
         let stop = roles::stop_signal()?;
+        let pages = http::collect(args.metrics.as_deref()).await?;
         let mut meta_options = args.meta_options.clone();
         // All servers share one machine: a second copy would cost space and save nobody from anything.
         meta_options.redundancy.get_or_insert(Scheme::Replicas(1));
@@ -95,7 +97,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             ),
             None => None,
         };
-        crate::http::start(args.metrics.as_deref(), meta.health()).await?;
+        http::serve(pages, meta.health())?;
         println!("metadata service at {}", meta.addr());
         println!("{} data servers under {}", servers.len(), args.dir.display());
         match &args.mount {

@@ -1,5 +1,12 @@
-//! What a round trip through the kernel costs; run by hand:
-//! `cargo test --release -p torchfs-agent --test it -- --ignored --nocapture cost`.
+//! What a round trip through the kernel costs: `cargo run --release -p torchfs-agent --example cost`, as root.
+
+// It borrows the tests' file system and uses a part of it.
+#![allow(dead_code, clippy::unwrap_used, missing_docs)]
+
+#[path = "../tests/it/session.rs"]
+mod session;
+#[path = "../tests/it/toy.rs"]
+mod toy;
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -7,11 +14,9 @@ use std::time::{Duration, Instant};
 
 use torchfs_agent::FuseConfig;
 
-use crate::session::Stage;
+use session::Stage;
 
-#[test]
-#[ignore = "a measurement"]
-fn cost_of_a_round_trip() {
+fn main() {
     for readers in [1, 2, 3, 4] {
         let Some(stage) = Stage::with(FuseConfig { readers, ..FuseConfig::default() }, Duration::ZERO) else {
             return;
