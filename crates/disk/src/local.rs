@@ -170,7 +170,7 @@ impl LocalFile {
         let open = || {
             // The name may have changed since; the descriptor knows the file.
             let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
-            OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(path).ok()
+            OpenOptions::new().read(true).write(true).custom_flags(libc::O_DIRECT).open(path).ok()
         };
         self.direct.get_or_init(open).as_ref()
     }
@@ -178,16 +178,18 @@ impl LocalFile {
 
 impl DiskFile for LocalFile {
     fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
-        let mut done = 0;
-        while done < buf.len() {
-            match self.file.read_at(&mut buf[done..], offset + done as u64) {
-                Ok(0) => break,
-                Ok(n) => done += n,
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(e),
-            }
+        read_full(&self.file, buf, offset)
+    }
+
+    fn read_direct_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        let Some(direct) = self.direct() else {
+            return self.read_at(buf, offset);
+        };
+        match read_full(direct, buf, offset) {
+            // The file system wants another alignment, or none of it; so does the rest after a short read.
+            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => self.read_at(buf, offset),
+            other => other,
         }
-        Ok(done)
     }
 
     fn read_at_once(&self, buf: &mut [u8], offset: u64) -> io::Result<bool> {
@@ -273,6 +275,20 @@ impl DiskFile for LocalFile {
 
 /// How many parts one pwritev takes (IOV_MAX of Linux).
 const PARTS_MAX: usize = 1024;
+
+/// Reads until the buffer is full or the file ends.
+fn read_full(file: &File, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+    let mut done = 0;
+    while done < buf.len() {
+        match file.read_at(&mut buf[done..], offset + done as u64) {
+            Ok(0) => break,
+            Ok(n) => done += n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(done)
+}
 
 /// Writes all parts, in as few calls as can be.
 fn write_parts(file: &File, parts: &[&[u8]], mut offset: u64) -> io::Result<()> {
@@ -411,6 +427,10 @@ mod tests {
             assert_eq!(again, back);
         }
         assert!(!file.read_at_once(&mut back, (1 << 20) - 4096).unwrap(), "the file ends within");
+        let mut direct = vec![0u8; 6 * 4096];
+        let start = direct.as_ptr().align_offset(4096);
+        assert_eq!(file.read_direct_at(&mut direct[start..start + 4 * 4096], 0).unwrap(), 4 * 4096);
+        assert_eq!(direct[start..start + 4 * 4096], back[..4 * 4096]);
         file.read_at(&mut back[..99], 100_000).unwrap();
         assert_eq!(back[..99], [7; 99]);
     }

@@ -50,6 +50,12 @@ pub trait DiskFile: Send + Sync {
         Ok(self.read_at(buf, offset)? == buf.len())
     }
 
+    /// The same as `read_at` around the page cache, where the disk can: for bytes that are not read again soon. The offset, and
+    /// the buffer in memory and length, are multiples of 4 KiB.
+    fn read_direct_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        self.read_at(buf, offset)
+    }
+
     /// Writes all bytes.
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
 

@@ -299,6 +299,10 @@ impl DiskFile for Held {
         self.file.read_at_once(buf, offset)
     }
 
+    fn read_direct_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        self.file.read_direct_at(buf, offset)
+    }
+
     fn write_at(&self, _: &[u8], _: u64) -> io::Result<()> {
         Err(io::ErrorKind::PermissionDenied.into())
     }

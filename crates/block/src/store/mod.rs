@@ -209,6 +209,8 @@ struct Shared {
     config: Config,
     disk: Arc<dyn Disk>,
     index: RwLock<Index>,
+    /// What was read lately.
+    recent: read::Recent,
     /// The first failure of a write or sync.
     latched: OnceLock<String>,
     /// Places that could not be read at the start.

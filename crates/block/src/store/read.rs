@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use bytes::Bytes;
 use torchfs_proto::chunk::ChunkInfo;
@@ -14,7 +15,7 @@ use torchfs_proto::msg::block::PieceInfo;
 use torchfs_proto::{BlockId, LayoutId};
 use torchfs_rpc::AlignedBuf;
 
-use super::format::{Record, Refused, What};
+use super::format::{PAGE, Record, Refused, What};
 use super::index::{Entry, Held, Key};
 use super::{Shared, Store};
 use crate::{Error, Result, metrics as names};
@@ -90,7 +91,7 @@ impl Store {
         let mut head = AlignedBuf::with_len(wanted.head());
         let got = self.read(&wanted.file, &mut head, wanted.entry.offset())?;
         head.truncate(got);
-        self.found(wanted, head, range)
+        self.found(wanted, head.into_bytes(), range)
     }
 
     /// [`Store::get`] if that needs no wait for the disk, else `None`.
@@ -101,19 +102,15 @@ impl Store {
         if !wanted.file.read_at_once(&mut head, offset).map_err(|e| self.shared.io("read a piece", e))? {
             return Ok(None);
         }
-        self.found(wanted, head, range).map(Some)
+        self.found(wanted, head.into_bytes(), range).map(Some)
     }
 
-    /// [`Store::get`] with all bytes in memory, read in one go where that is sensible.
+    /// [`Store::get`] with all bytes in memory. A whole piece is read with its header in one go, the first time around
+    /// the page cache: most are read once per epoch and cached by the node that asked.
     pub fn load(&self, block: BlockId, piece: u8, range: Range<u32>) -> Result<Found> {
         let wanted = self.wanted(block, piece)?;
-        let (entry, span) = (wanted.entry, wanted.entry.span());
-        let all = range.start == 0 && range.end >= u32::from(entry.chunks);
-        if all && wanted.head() == span.header {
-            let mut whole = AlignedBuf::with_len((span.end - entry.offset()) as usize);
-            let got = self.read(&wanted.file, &mut whole, entry.offset())?;
-            whole.truncate(got);
-            return self.found(wanted, whole, range);
+        if range.start == 0 && range.end >= u32::from(wanted.entry.chunks) {
+            return self.load_whole(wanted, range);
         }
         let mut found = self.get(block, piece, range)?;
         if let Body::File { file, offset, len } = found.body {
@@ -127,13 +124,29 @@ impl Store {
         Ok(found)
     }
 
+    fn load_whole(&self, wanted: Wanted, range: Range<u32>) -> Result<Found> {
+        let (from, to) = (wanted.entry.offset(), wanted.entry.span().end);
+        let again = self.shared.recent.touch(&Key::new(wanted.block, wanted.piece));
+        let (start, end) = if again { (from, to) } else { (from - from % PAGE, to.next_multiple_of(PAGE)) };
+        let mut bytes = AlignedBuf::with_len((end - start) as usize);
+        let got = if again {
+            wanted.file.read_at(&mut bytes, start)
+        } else {
+            wanted.file.read_direct_at(&mut bytes, start)
+        };
+        bytes.truncate(got.map_err(|e| self.shared.io("read a piece", e))?);
+        let record = bytes.into_bytes();
+        let record = record.slice(record.len().min((from - start) as usize)..);
+        self.found(wanted, record, range)
+    }
+
     fn wanted(&self, block: BlockId, piece: u8) -> Result<Wanted> {
         let (entry, file) = self.shared.find(block, piece)?;
         Ok(Wanted { block, piece, entry, file })
     }
 
     /// Makes the answer from the head of a record: its header alone or all of it.
-    fn found(&self, wanted: Wanted, head: AlignedBuf, range: Range<u32>) -> Result<Found> {
+    fn found(&self, wanted: Wanted, head: Bytes, range: Range<u32>) -> Result<Found> {
         let Wanted { block, piece, entry, file } = wanted;
         let span = entry.span();
         let header = self.header(block, piece, &entry, &file, head.get(..span.header))?;
@@ -146,7 +159,7 @@ impl Store {
             if here.end > head.len() {
                 return Err(self.shared.corrupt(block, piece, ENDS_EARLY.to_owned()));
             }
-            Body::Memory(head.into_bytes().slice(here))
+            Body::Memory(head.slice(here))
         } else {
             Body::File { file, offset: span.payload + within.start, len: within.end - within.start }
         };
@@ -241,6 +254,28 @@ impl Shared {
     fn corrupt(&self, block: BlockId, piece: u8, why: String) -> Error {
         metrics::counter!(names::CORRUPT).increment(1);
         Error::Corrupt { block, piece, server: self.config.server, why }
+    }
+}
+
+/// Remembers some of the pieces that were read lately; a newer one takes the place of an older one.
+pub(super) struct Recent(Vec<AtomicU32>);
+
+impl Recent {
+    const SLOTS: usize = 1 << 16;
+
+    pub(super) fn new() -> Recent {
+        Recent((0..Recent::SLOTS).map(|_| AtomicU32::new(0)).collect())
+    }
+
+    /// Whether the piece was read lately; it was now.
+    fn touch(&self, key: &Key) -> bool {
+        let mut name = [0; 13];
+        name[..12].copy_from_slice(&key.block().to_bytes());
+        name[12] = key.piece();
+        // Two independent halves: where it is kept, and what is kept.
+        let (place, print) = (crc32c::crc32c(&name), crc32c::crc32c_append(!0, &name[4..]));
+        let slot = &self.0[place as usize % Recent::SLOTS];
+        slot.swap(print, Ordering::Relaxed) == print
     }
 }
 

@@ -21,7 +21,7 @@ use crate::{Error, Result, metrics as names};
 /// Up to this length a batch in space that was never written is preceded by zeros for the next ones: then their syncs
 /// need no commit of the file system's journal for the extents. For larger batches that commit does not matter.
 const SMALL_BATCH: u64 = 256 << 10;
-const ZERO_AHEAD: u64 = 4 << 20;
+const ZERO_AHEAD: u64 = 8 << 20;
 
 /// Batches of this length or more are written around the page cache: a copy and the page cache's work are saved.
 const DIRECT_MIN: usize = 128 << 10;
@@ -277,8 +277,8 @@ impl Writer {
         }
         let size = self.shared.index.read().segments.get(&segment).map_or(0, |s| s.header.size);
         let until = (end + ZERO_AHEAD).min(size);
-        let zeros = vec![0; (until - end) as usize];
-        file.write_at(&zeros, end)?;
+        let zeros = AlignedBuf::zeroed((until - end) as usize);
+        file.write_direct_at(&[&zeros], end)?;
         *written = until;
         Ok(())
     }
