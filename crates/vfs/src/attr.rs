@@ -9,6 +9,7 @@ use torchfs_proto::extent::RangeOp;
 use torchfs_proto::msg::meta::{Done, Op, VolumeUse, lease};
 use torchfs_proto::{Code, Fault, Ino, Result};
 
+use crate::node::Changing;
 use crate::{Fh, Node, Vfs};
 
 impl Vfs {
@@ -41,8 +42,11 @@ impl Vfs {
         if let (Some(handle), Some(_)) = (&handle, set.size) {
             handle.wrote();
         }
+        // Writes that follow wait for this, so that it does not overtake them if the caller goes away.
+        let changing = Changing::begin(&node).await;
         let vfs = self.clone();
         self.finish(async move {
+            let _changing = changing;
             if let Some(size) = set.size {
                 vfs.cut_overlay(&node, size..u64::MAX);
             }

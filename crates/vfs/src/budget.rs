@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+use crate::metrics;
 use crate::signal::Signal;
 
 /// Bytes that are written here and not committed, over all files.
@@ -34,7 +35,7 @@ impl Budget {
         {
             let mut used = self.used.lock();
             *used = (*used + after).saturating_sub(before);
-            metrics::gauge!("torchfs_vfs_dirty_bytes").set(*used as f64);
+            ::metrics::gauge!(metrics::DIRTY_BYTES).set(*used as f64);
         }
         if after < before {
             self.freed.notify();

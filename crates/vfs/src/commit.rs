@@ -24,13 +24,13 @@ use torchfs_proto::{Code, Fault, Result};
 use crate::node::{Asked, File, Inode};
 use crate::overlay::{Batch, Number, Run};
 use crate::write::now;
-use crate::{Vfs, unexpected};
+use crate::{Vfs, metrics, unexpected};
 
 /// Most ranges that share a block.
 const PACKED_RANGES: usize = COMMIT_RANGES_MAX / 2;
 
 /// How often a commit whose grant was stale is sent again under a new one.
-const STALE_TRIES: u32 = 3;
+pub(crate) const STALE_TRIES: u32 = 3;
 
 /// Bytes of a file on their way into one block, or into the commit itself.
 pub(crate) struct Sealed {
@@ -211,7 +211,7 @@ impl Vfs {
         let id = self.0.meta.block_id().await?;
         let began = Instant::now();
         let block = self.0.blocks.put(id, info.volume.layout, parts, info.volume.compression).await?;
-        metrics::histogram!("torchfs_vfs_put_seconds").record(began.elapsed());
+        ::metrics::histogram!(metrics::PUT_SECONDS).record(began.elapsed());
         Ok(block)
     }
 
@@ -257,15 +257,10 @@ impl Vfs {
         let mut stale = 0;
         for _ in 0..self.0.config.open_tries {
             let tick = self.0.tick.listen();
-            commit.grant = meta.grant_number(node.ino);
+            commit.grant = self.grant(node).await?;
             if commit.grant == 0 {
-                // The lease ran out while the session lived on: ask for the right anew.
-                self.ask_data(node, true).await?;
-                commit.grant = meta.grant_number(node.ino);
-                if commit.grant == 0 {
-                    tick.await;
-                    continue;
-                }
+                tick.await;
+                continue;
             }
             match meta.change(Op::Commit(commit.clone())).await {
                 Ok(Changed { done: Done::Committed { attr, appended, .. }, seq }) => {
@@ -280,6 +275,18 @@ impl Vfs {
             }
         }
         Err(Fault::new(Code::Timeout, format!("no right to write inode {} could be had", node.ino)))
+    }
+
+    /// The number of the grant to write under; 0 if there is none right now.
+    pub(crate) async fn grant(&self, node: &Arc<Inode>) -> Result<u64> {
+        match self.0.meta.grant_number(node.ino) {
+            0 => {
+                // The lease ran out while the session lived on: ask for the right anew.
+                self.ask_data(node, true).await?;
+                Ok(self.0.meta.grant_number(node.ino))
+            }
+            number => Ok(number),
+        }
     }
 
     /// Takes in what a commit did.
@@ -390,7 +397,7 @@ impl Vfs {
             expect: None,
         };
         let (attr, _, mark) = self.send_commit(node, commit).await?;
-        metrics::histogram!("torchfs_vfs_commit_seconds").record(began.elapsed());
+        ::metrics::histogram!(metrics::COMMIT_SECONDS).record(began.elapsed());
         Ok(Some((attr, mark, ranges)))
     }
 
@@ -436,7 +443,7 @@ impl Vfs {
             && file.errors == round.errors
         {
             tracing::error!(ino = %node.ino, %fault, "what was written is lost");
-            metrics::counter!("torchfs_vfs_write_errors_total").increment(1);
+            ::metrics::counter!(metrics::WRITE_ERRORS).increment(1);
             file.latch(fault);
         }
         drop(state);

@@ -10,9 +10,9 @@ use torchfs_proto::extent::{Extent, RangeOp, Source};
 use torchfs_proto::msg::meta::{Commit, lease};
 use torchfs_proto::{Ino, Result};
 
-use crate::Vfs;
 use crate::commit::source_of;
 use crate::node::Inode;
+use crate::{Vfs, metrics};
 
 /// At least so many extents become one.
 const GROUP_MIN: usize = 4;
@@ -58,7 +58,7 @@ impl Vfs {
                     return Ok(());
                 }
                 self.merge(node, group).await?;
-                metrics::counter!("torchfs_vfs_compactions_total").increment(1);
+                ::metrics::counter!(metrics::COMPACTIONS).increment(1);
             }
             at = page.upto;
             if at >= page.size {

@@ -137,10 +137,6 @@ impl Vfs {
         for attr in entries.iter().filter_map(|entry| entry.attr.clone()) {
             let child = self.node(attr.ino);
             self.learned(&child, attr, asked);
-            let unknown = child.lock().refs == 0;
-            if unknown {
-                self.0.idle.lock().push(child.ino);
-            }
         }
         let mut listing = handle.listing.lock();
         *listing = Listing { entries, after, plus, end, whole };

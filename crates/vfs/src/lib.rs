@@ -26,6 +26,7 @@ mod extents;
 mod finish;
 mod host;
 mod locks;
+pub mod metrics;
 mod names;
 mod node;
 mod open;

@@ -57,25 +57,21 @@ impl Vfs {
     /// Releases all locks of an owner, if there are any.
     pub(crate) async fn drop_locks(&self, ino: Ino, kind: LockKind, owner: u64) -> Result<()> {
         let Some(node) = self.find_node(ino) else { return Ok(()) };
-        {
-            let mut state = node.lock();
-            let before = state.locks.len();
-            state.locks.retain(|held| *held != (kind, owner));
-            if state.locks.len() == before {
-                return Ok(());
-            }
+        if !node.lock().locks.contains(&(kind, owner)) {
+            return Ok(());
         }
         let lock = FileLock { kind, ty: LockType::Unlock, owner, pid: 0, start: 0, end: u64::MAX };
-        self.unlock(node, lock).await
+        let unlocked = self.unlock(node.clone(), lock).await;
+        node.lock().locks.retain(|held| *held != (kind, owner));
+        unlocked
     }
 
+    /// Publishes, then releases; from the moment it is sent it happens, whether or not somebody waits.
     async fn unlock(&self, node: Arc<Inode>, lock: FileLock) -> Result<()> {
+        self.write_back(&node).await;
         let vfs = self.clone();
-        self.finish(async move {
-            vfs.write_back(&node).await;
-            vfs.0.meta.change(Op::Lock { ino: node.ino, lock, wait: false }).await.map(|_| ())
-        })
-        .await
+        let sent = async move { vfs.0.meta.change(Op::Lock { ino: node.ino, lock, wait: false }).await };
+        self.finish(sent).await.map(|_| ())
     }
 
     /// Drops what no lease protects.

@@ -19,17 +19,17 @@ use torchfs_proto::msg::meta::{Done, Make, Op, lease, rename};
 use torchfs_proto::{Code, Fault, Ino, Result};
 
 use crate::node::{Asked, FolderChange, Inode, Names, State};
-use crate::{Caller, Found, Node, Opened, Vfs, unexpected};
+use crate::{Caller, Found, Node, Opened, Vfs, metrics, unexpected};
 
 impl Vfs {
     /// The entry of a folder; each positive answer adds one reference of the kernel's.
     pub async fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Found> {
         check_name(name)?;
         if let Some(found) = self.find_entry(parent, name) {
-            metrics::counter!("torchfs_vfs_lookups_total", "from" => "memory").increment(1);
+            ::metrics::counter!(metrics::LOOKUP_HITS).increment(1);
             return Ok(found);
         }
-        metrics::counter!("torchfs_vfs_lookups_total", "from" => "service").increment(1);
+        ::metrics::counter!(metrics::LOOKUP_MISSES).increment(1);
         let folder = self.node(parent);
         let changes = folder.lock().changes;
         let asked = self.asked();
@@ -420,8 +420,6 @@ impl Vfs {
                     }
                 }
             }
-            // Nobody may be left to take the node over; then it goes with the next sweep.
-            vfs.0.idle.lock().push(attr.ino);
             Ok((node, attr, created))
         })
         .await

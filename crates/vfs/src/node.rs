@@ -65,6 +65,8 @@ pub(crate) struct State {
     pub(crate) orphan: bool,
     /// The service removed it.
     pub(crate) gone: bool,
+    /// A change of content other than a write is under way: writes wait for it, even if its caller went away.
+    pub(crate) changing: bool,
     /// Data leases of it are being given back: nothing is buffered meanwhile.
     pub(crate) recalling: u32,
     /// The last change of this inode made here.
@@ -137,6 +139,7 @@ impl Inode {
                 overlap: false,
                 leaving: 0,
                 gone: false,
+                changing: false,
                 recalling: 0,
                 attr: None,
                 fresh: None,
@@ -155,6 +158,29 @@ impl Inode {
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock()
+    }
+}
+
+/// The only change of content under way, writes aside; from when its turn came until it is dropped.
+pub(crate) struct Changing(Arc<Inode>);
+
+impl Changing {
+    /// Waits for its turn. Whoever has it must finish what it begins.
+    pub(crate) async fn begin(node: &Arc<Inode>) -> Changing {
+        loop {
+            let progress = node.progress.listen();
+            if !std::mem::replace(&mut node.lock().changing, true) {
+                return Changing(node.clone());
+            }
+            progress.await;
+        }
+    }
+}
+
+impl Drop for Changing {
+    fn drop(&mut self) {
+        self.0.lock().changing = false;
+        self.0.progress.notify();
     }
 }
 
@@ -323,8 +349,17 @@ impl Vfs {
         if let Some(node) = self.find_node(ino) {
             return node;
         }
-        let mut nodes = self.0.nodes.write();
-        nodes.entry(ino).or_insert_with(|| Arc::new(Inode::new(ino))).clone()
+        let (node, new) = {
+            let mut nodes = self.0.nodes.write();
+            let before = nodes.len();
+            let node = nodes.entry(ino).or_insert_with(|| Arc::new(Inode::new(ino))).clone();
+            (node, nodes.len() > before)
+        };
+        if new {
+            // If nobody comes to refer to it or opens it, it goes with the next sweep.
+            self.0.idle.lock().push(ino);
+        }
+        node
     }
 
     pub(crate) fn find_node(&self, ino: Ino) -> Option<Arc<Inode>> {

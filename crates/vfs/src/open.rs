@@ -117,41 +117,40 @@ impl Vfs {
     /// Opens a file whose node is at hand; `new` if it was just made under the right to write.
     pub(crate) async fn open_node(&self, node: &Arc<Inode>, flags: i32, new: bool) -> Result<Opened> {
         let writes = flags & O_ACCMODE != 0;
-        loop {
+        let mut asked = new && self.holds_for(node.ino, writes);
+        let (direct, seen, keep_cache) = loop {
             let progress = node.progress.listen();
-            let leaving = {
-                let state = node.lock();
-                if state.gone {
-                    return Err(Fault::new(Code::NotFound, format!("inode {} was removed", node.ino)));
-                }
-                state.leaving > 0
-            };
-            if !leaving {
-                break;
-            }
-            progress.await;
-        }
-        if !(new && self.holds_for(node.ino, writes)) {
-            let kind = node.lock().attr.as_ref().map(|attr| attr.kind);
-            if kind.is_some_and(|kind| kind != Kind::File) {
-                return Err(Fault::new(Code::Invalid, format!("inode {} is not a file", node.ino)));
+            let leaving = node.lock().leaving > 0;
+            if leaving {
+                progress.await;
+                continue;
             }
             // A lone session that still has SHARED may get better.
-            let shared = self.0.meta.holds(node.ino, lease::SHARED).is_some();
+            let shared = !asked && self.0.meta.holds(node.ino, lease::SHARED).is_some();
             if shared || !self.holds_for(node.ino, writes) {
+                let kind = node.lock().attr.as_ref().map(|attr| attr.kind);
+                if kind.is_some_and(|kind| kind != Kind::File) {
+                    return Err(Fault::new(Code::Invalid, format!("inode {} is not a file", node.ino)));
+                }
                 self.open_data(node, writes).await?;
+                asked = true;
             }
-        }
-        let direct = !self.holds_any(node.ino, &[lease::READ, lease::WRITE]);
-        let (seen, keep_cache) = {
             let mut state = node.lock();
+            if state.gone {
+                return Err(Fault::new(Code::NotFound, format!("inode {} was removed", node.ino)));
+            }
+            // A removal that began meanwhile told the service that nobody here has it open.
+            if state.leaving > 0 {
+                continue;
+            }
+            let direct = !self.holds_any(node.ino, &[lease::READ, lease::WRITE]);
             state.handles += 1;
             state.writers += u32::from(writes);
             let version = state.attr.as_ref().map(|attr| attr.data_version);
             let file = state.file();
             let keep = !direct && version.is_some() && file.kernel_version == version;
             file.kernel_version = if direct { None } else { version };
-            (file.errors, keep)
+            break (direct, file.errors, keep);
         };
         let fh = self.new_handle(node.clone(), writes, flags & O_DSYNC != 0, seen);
         Ok(Opened { fh, direct, keep_cache })

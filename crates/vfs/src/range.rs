@@ -11,7 +11,8 @@ use torchfs_proto::extent::{RangeOp, Source};
 use torchfs_proto::msg::meta::{Done, Op};
 use torchfs_proto::{Code, Fault, Ino, Result};
 
-use crate::node::Inode;
+use crate::commit::STALE_TRIES;
+use crate::node::{Changing, Inode};
 use crate::write::now;
 use crate::{Fh, Seek, Vfs, unexpected};
 
@@ -45,8 +46,10 @@ impl Vfs {
         if !self.holds_for(ino, true) {
             self.open_data(&node, true).await?;
         }
+        let changing = Changing::begin(&node).await;
         let vfs = self.clone();
         self.finish(async move {
+            let _changing = changing;
             let _turn = vfs.quiet_turn(&node).await;
             let enough = mode == 0 && node.lock().view().is_some_and(|attr| attr.size >= end);
             match enough {
@@ -124,8 +127,13 @@ impl Vfs {
         if !self.holds_for(ino_in, false) {
             self.open_data(&from, false).await?;
         }
+        let changing = Changing::begin(&to).await;
         let vfs = self.clone();
-        self.finish(async move { vfs.copy(from, source, to, off_out).await }).await
+        self.finish(async move {
+            let _changing = changing;
+            vfs.copy(from, source, to, off_out).await
+        })
+        .await
     }
 
     async fn copy(
@@ -138,21 +146,25 @@ impl Vfs {
         self.write_back(&from).await;
         let _turn = self.quiet_turn(&to).await;
         let asked = self.asked();
-        let mut grant = self.0.meta.grant_number(to.ino);
-        if grant == 0 {
-            self.ask_data(&to, true).await?;
-            grant = self.0.meta.grant_number(to.ino);
-        }
-        let op = Op::CopyRange {
-            from: from.ino,
-            from_offset: source.start,
-            to: to.ino,
-            to_offset,
-            len: source.end - source.start,
-            grant,
-            mtime: Some(now()),
+        let mut stale = 0;
+        let Changed { done, seq } = loop {
+            let op = Op::CopyRange {
+                from: from.ino,
+                from_offset: source.start,
+                to: to.ino,
+                to_offset,
+                len: source.end - source.start,
+                grant: self.grant(&to).await?,
+                mtime: Some(now()),
+            };
+            match self.0.meta.change(op).await {
+                Err(fault) if fault.code == Code::Fenced && stale < STALE_TRIES => {
+                    stale += 1;
+                    self.ask_data(&to, true).await?;
+                }
+                changed => break changed?,
+            }
         };
-        let Changed { done, seq } = self.0.meta.change(op).await?;
         let Done::Committed { attr, copied, .. } = done else { return Err(unexpected("copy", &done)) };
         let epoch = self.0.meta.lease_epoch();
         let mut state = to.lock();

@@ -24,6 +24,8 @@ static ZEROS: [u8; 1 << 20] = [0; 1 << 20];
 
 /// A read this near to where the last one ended goes on with it: the kernel sends several at once, in any order.
 const NEAR: u64 = 2 << 20;
+/// A first read of this size is taken for the start of many.
+const FIRST_LARGE: u64 = 128 << 10;
 /// The first window of reading ahead.
 const AHEAD_MIN: u64 = 1 << 20;
 
@@ -93,7 +95,11 @@ impl Vfs {
             match self.try_resolve(node, range.clone()) {
                 Step::Known(parts) => return Ok(parts),
                 Step::Fetch(from) => self.fetch_extents(node, from).await?,
-                Step::Shared => return self.resolve_shared(node, range).await,
+                Step::Shared => {
+                    // Written before others came, and not called back because the lease ran out.
+                    self.write_back(node).await;
+                    return self.resolve_shared(node, range).await;
+                }
                 Step::NoRight => self.open_data(node, false).await?,
             }
         }
@@ -219,6 +225,11 @@ impl Vfs {
                 return;
             }
             ahead.next = ahead.next.max(range.end);
+            if ahead.window == 0 && range.end - range.start < FIRST_LARGE {
+                // Maybe just a header: wait for the next one.
+                ahead.window = AHEAD_MIN.min(most) / 2;
+                return;
+            }
             ahead.window = (ahead.window * 2).clamp(AHEAD_MIN.min(most), most);
             let from = ahead.upto.max(ahead.next);
             let to = ahead.next + ahead.window;

@@ -16,12 +16,12 @@ use torchfs_proto::attr::Raw;
 use torchfs_proto::msg::meta::lease;
 
 use crate::node::Inode;
-use crate::{Inner, Vfs, commit};
+use crate::{Inner, Vfs, commit, metrics};
 
 impl Keeper for Inner {
     fn recall(&self, ino: Ino, bits: u8, names: Vec<Raw>) -> BoxFuture<'static, bool> {
         self.recalls.fetch_add(1, Ordering::AcqRel);
-        metrics::counter!("torchfs_vfs_recalls_total").increment(1);
+        ::metrics::counter!(metrics::RECALLS).increment(1);
         let vfs = self.vfs();
         Box::pin(async move {
             let Some(vfs) = vfs else { return false };

@@ -16,7 +16,7 @@ use torchfs_proto::msg::meta::lease;
 use torchfs_proto::{Code, Fault, Ino, Result};
 
 use crate::commit::{PutJob, Sealed, source_of};
-use crate::node::{File, Inode};
+use crate::node::{Changing, File, Inode};
 use crate::open::Handle;
 use crate::{Fh, Vfs, WriteFlags};
 
@@ -26,6 +26,8 @@ const SEAL_SHARE: u64 = 4;
 enum Buffered {
     /// The bytes are in the buffer.
     Done,
+    /// A truncation or the like is under way.
+    Later,
     /// No lease to write under.
     NoRight,
     /// Others write too.
@@ -55,6 +57,7 @@ impl Vfs {
             let freed = self.0.budget.freed.listen();
             match self.buffer(&handle, offset, &data, flags)? {
                 Buffered::Done => break,
+                Buffered::Later => progress.await,
                 Buffered::NoRight => self.open_data(node, true).await?,
                 Buffered::Through => {
                     self.write_through(node, offset, data, flags).await?;
@@ -89,6 +92,9 @@ impl Vfs {
             }
             if state.gone {
                 return Err(Fault::new(Code::Stale, format!("inode {} was removed", node.ino)));
+            }
+            if state.changing {
+                return Ok(Buffered::Later);
             }
             if state.recalling > 0 || state.attr.is_none() {
                 return Ok(Buffered::NoRight);
@@ -163,8 +169,10 @@ impl Vfs {
         data: Bytes,
         flags: WriteFlags,
     ) -> Result<()> {
+        let changing = Changing::begin(node).await;
         let (vfs, node) = (self.clone(), node.clone());
         self.finish(async move {
+            let _changing = changing;
             // What was buffered before others came goes first.
             let _turn = vfs.quiet_turn(&node).await;
             let mut ranges = Vec::new();

@@ -1,11 +1,15 @@
 //! Content of files on one mount.
 
-use bytes::Bytes;
-use torchfs_proto::Code;
-use torchfs_proto::attr::SetAttr;
-use torchfs_vfs::{Config, NoHost, Seek, WriteFlags};
+use std::sync::Arc;
+use std::time::Duration;
 
-use crate::world::{Rng, close, content, create, read, rounds, run, write};
+use bytes::Bytes;
+use futures_util::FutureExt;
+use torchfs_proto::attr::SetAttr;
+use torchfs_proto::{Code, Ino};
+use torchfs_vfs::{Config, NoHost, Seek, Vfs, WriteFlags};
+
+use crate::world::{Rng, close, content, create, read, rounds, run, until, write};
 
 #[test]
 fn what_is_written_is_read_back_before_and_after_it_is_committed() {
@@ -22,7 +26,7 @@ fn what_is_written_is_read_back_before_and_after_it_is_committed() {
         close(&vfs, ino, opened.fh).await;
 
         let other = world.mount().await;
-        let found = other.lookup(torchfs_proto::Ino::ROOT, b"file").await.unwrap().node.unwrap();
+        let found = other.lookup(Ino::ROOT, b"file").await.unwrap().node.unwrap();
         assert_eq!(found.attr.size, data.len() as u64);
         assert_eq!(content(&other, found.attr.ino).await, data);
         assert_eq!(world.problems().await, Vec::<String>::new());
@@ -44,7 +48,7 @@ fn random_operations_agree_with_an_array_of_bytes() {
                 ..Config::default()
             };
             let config = if seed % 2 == 0 { tight } else { Config::default() };
-            let vfs = world.mount_with(config, std::sync::Arc::new(NoHost)).await;
+            let vfs = world.mount_with(config, Arc::new(NoHost)).await;
             let (ino, mut opened) = create(&vfs, "file").await;
             let mut model: Vec<u8> = Vec::new();
             let most = 1_500_000;
@@ -176,7 +180,7 @@ fn an_unlinked_file_stays_usable_until_it_is_closed() {
         let vfs = world.mount().await;
         let (ino, opened) = create(&vfs, "file").await;
         write(&vfs, ino, opened.fh, 0, vec![1; 100_000]).await;
-        vfs.unlink(torchfs_proto::Ino::ROOT, b"file").await.unwrap();
+        vfs.unlink(Ino::ROOT, b"file").await.unwrap();
         assert_eq!(vfs.getattr(ino, None).await.unwrap().attr.nlink, 0);
         write(&vfs, ino, opened.fh, 50_000, vec![2; 100_000]).await;
         vfs.fsync(ino, opened.fh, false).await.unwrap();
@@ -187,4 +191,109 @@ fn an_unlinked_file_stays_usable_until_it_is_closed() {
         vfs.shutdown().await.unwrap();
         assert_eq!(world.problems().await, Vec::<String>::new());
     });
+}
+
+#[test]
+fn dirty_data_is_committed_after_a_while_without_being_asked_for() {
+    run(|world| async move {
+        let config = Config { commit_after: Duration::from_millis(20), ..quick() };
+        let vfs = world.mount_with(config, Arc::new(NoHost)).await;
+        let (ino, opened) = create(&vfs, "log").await;
+        write(&vfs, ino, opened.fh, 0, vec![1; 1000]).await;
+        let other = world.mount().await;
+        until(|| async { other.getattr(ino, None).await.unwrap().attr.size == 1000 }).await;
+    });
+}
+
+#[test]
+fn a_fragmented_file_is_compacted_when_it_is_quiet() {
+    run(|world| async move {
+        let config = Config { compact_extents: 16, compact_after: Duration::from_millis(50), ..quick() };
+        let vfs = world.mount_with(config, Arc::new(NoHost)).await;
+        let (ino, opened) = create(&vfs, "file").await;
+        let mut model = Vec::new();
+        for i in 0..64u64 {
+            let data = vec![i as u8; 3000];
+            write(&vfs, ino, opened.fh, i * 3000, data.clone()).await;
+            vfs.fsync(ino, opened.fh, false).await.unwrap();
+            model.extend(data);
+        }
+        until(|| async { world.blocks().await <= 4 }).await;
+        assert_eq!(read(&vfs, ino, opened.fh, 0, 1 << 20).await, model);
+        close(&vfs, ino, opened.fh).await;
+        assert_eq!(content(&world.mount().await, ino).await, model);
+        assert_eq!(world.problems().await, Vec::<String>::new());
+    });
+}
+
+#[test]
+fn the_end_of_a_session_is_an_error_for_what_was_dirty() {
+    run(|world| async move {
+        let vfs = world.mount().await;
+        let (ino, opened) = create(&vfs, "file").await;
+        write(&vfs, ino, opened.fh, 0, vec![1; 10_000]).await;
+        world.evict_all().await;
+        assert!(vfs.fsync(ino, opened.fh, false).await.is_err());
+        assert!(vfs.flush(ino, opened.fh, 0).await.is_err());
+        let again = vfs.write(ino, opened.fh, 0, Bytes::from_static(b"x"), WriteFlags::default()).await;
+        assert!(again.is_err());
+    });
+}
+
+#[test]
+fn interrupted_calls_leave_nothing_broken() {
+    for seed in rounds(4) {
+        run(|world| async move {
+            let config = Config { dirty_file_max: 400 << 10, commit_bytes: 100 << 10, ..quick() };
+            let vfs = world.mount_with(config, Arc::new(NoHost)).await;
+            let mut rng = Rng(seed);
+            let (ino, opened) = create(&vfs, "file").await;
+            let mut model = vec![0; 1 << 20];
+            write(&vfs, ino, opened.fh, 0, model.clone()).await;
+            for _ in 0..200 {
+                let range = rng.range(1 << 20, 100_000);
+                let (from, to) = (range.start as usize, range.end as usize);
+                let data = rng.bytes(range.end - range.start);
+                match rng.below(5) {
+                    0 => {
+                        let _ = vfs.fsync(ino, opened.fh, false).now_or_never();
+                    }
+                    1 => {
+                        let _ = vfs.read(ino, opened.fh, range.start, 100_000, 0).now_or_never();
+                    }
+                    2 => {
+                        let _ =
+                            vfs.fallocate(ino, opened.fh, 3, range.start, data.len() as u64).now_or_never();
+                        // It happens, now or a little later: a second one of the same kind waits for it.
+                        vfs.fallocate(ino, opened.fh, 3, range.start, data.len() as u64).await.unwrap();
+                        model[from..to].fill(0);
+                    }
+                    3 => {
+                        let write =
+                            vfs.write(ino, opened.fh, range.start, data.clone(), WriteFlags::default());
+                        if write.now_or_never().is_none() {
+                            write_all(&vfs, ino, opened.fh, range.start, &data).await;
+                        }
+                        model[from..to].copy_from_slice(&data);
+                    }
+                    _ => {
+                        write_all(&vfs, ino, opened.fh, range.start, &data).await;
+                        model[from..to].copy_from_slice(&data);
+                    }
+                }
+            }
+            assert!(read(&vfs, ino, opened.fh, 0, 2 << 20).await == model, "seed {seed}");
+            close(&vfs, ino, opened.fh).await;
+            assert!(content(&world.mount().await, ino).await == model, "seed {seed}");
+        });
+    }
+}
+
+async fn write_all(vfs: &Vfs, ino: Ino, fh: u64, offset: u64, data: &Bytes) {
+    write(vfs, ino, fh, offset, data.clone()).await;
+}
+
+/// Timers that do not keep a test waiting.
+fn quick() -> Config {
+    Config { tick: Duration::from_millis(5), ..Config::default() }
 }

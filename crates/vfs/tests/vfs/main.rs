@@ -1,4 +1,5 @@
 //! The vfs over a real metadata service in the same process and data servers in memory.
+#![allow(clippy::unwrap_used)]
 
 mod content;
 mod names;

@@ -117,16 +117,7 @@ impl World {
                 free: 1 << 39,
                 ..meta::Heartbeat::default()
             };
-            let request = meta::Request {
-                session: SessionId(0),
-                epoch: 0,
-                seq: 0,
-                step: 0,
-                watermark: 0,
-                fence: Fence(0),
-                op: meta::Op::Heartbeat(beat),
-            };
-            self.service.handle(request).await.result.unwrap();
+            self.admin(meta::Op::Heartbeat(beat)).await;
         }
         let connector: Arc<dyn Connector> = Arc::new(Within(self.clone()));
         let config_meta =
@@ -141,24 +132,42 @@ impl World {
         self.servers.values().for_each(|server| server.broken.store(broken, Ordering::Release));
     }
 
+    /// A request outside of sessions.
+    async fn admin(&self, op: meta::Op) -> meta::Done {
+        let request = meta::Request {
+            session: SessionId(0),
+            epoch: 0,
+            seq: 0,
+            step: 0,
+            watermark: 0,
+            fence: Fence(0),
+            op,
+            made: None,
+        };
+        self.service.handle(request).await.result.unwrap()
+    }
+
+    /// How many blocks are alive.
+    pub async fn blocks(&self) -> u64 {
+        let meta::Done::Status(status) = self.admin(meta::Op::Status).await else { panic!() };
+        status.blocks
+    }
+
+    /// Ends all sessions.
+    pub async fn evict_all(&self) {
+        let meta::Done::Sessions(sessions) = self.admin(meta::Op::Sessions).await else { panic!() };
+        for session in sessions {
+            self.admin(meta::Op::Evict { session: session.session }).await;
+        }
+    }
+
     /// Every inconsistency that a whole check finds.
     pub async fn problems(&self) -> Vec<String> {
         let mut problems = Vec::new();
         let mut cursor: torchfs_proto::attr::Raw = Vec::new().into();
         loop {
-            let op = meta::Op::Check { cursor };
-            let request = meta::Request {
-                session: SessionId(0),
-                epoch: 0,
-                seq: 0,
-                step: 0,
-                watermark: 0,
-                fence: Fence(0),
-                op,
-            };
-            let Ok(meta::Done::Checked { problems: found, cursor: next, .. }) =
-                self.service.handle(request).await.result
-            else {
+            let done = self.admin(meta::Op::Check { cursor }).await;
+            let meta::Done::Checked { problems: found, cursor: next, .. } = done else {
                 panic!("the check failed");
             };
             problems.extend(found);
@@ -251,6 +260,17 @@ impl BlockPeers for NoPeers {
     fn purge<'a>(&'a self, _: &'a str, _: IdRange, _: Vec<BlockId>) -> Answered<'a> {
         Box::pin(std::future::ready(Ok(())))
     }
+}
+
+/// Waits for a condition, however long it takes a busy machine.
+pub async fn until<F: Future<Output = bool>>(mut holds: impl FnMut() -> F) {
+    for _ in 0..6000 {
+        if holds().await {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!("the condition did not come true");
 }
 
 /// Makes and opens a file in the root folder.
