@@ -102,8 +102,7 @@ impl Vfs {
     /// Serves the volume that `meta` has a session on.
     pub fn new(config: Config, meta: Arc<Meta>, blocks: Arc<Blocks>, host: Arc<dyn Host>) -> Vfs {
         let source = Arc::new(Source(blocks.clone()));
-        let cache =
-            Cache::new(source, CacheConfig { bytes_max: config.cache_bytes, ..CacheConfig::default() });
+        let cache = Cache::new(source, CacheConfig { bytes_max: config.cache_bytes });
         let inner = Arc::new_cyclic(|me| Inner {
             me: me.clone(),
             nodes: RwLock::default(),
