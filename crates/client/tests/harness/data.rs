@@ -7,7 +7,7 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use torchfs_proto::chunk::ChunkInfo;
 use torchfs_proto::layout::{Group, Layout, Placement, Scheme, ServerInfo};
-use torchfs_proto::msg::block::{Op, Reply, Request};
+use torchfs_proto::msg::block::{Op, PieceInfo, Reply, Request};
 use torchfs_proto::{BlockId, Code, Fault, LayoutId, Result, ServerId, msg};
 use torchfs_rpc::{Answer, Answering, Peer, Service};
 
@@ -76,6 +76,32 @@ impl Disk {
                     bytes[0] ^= 1;
                 }
                 Ok((Reply::Chunks { chunks: chunks[wanted].to_vec() }, bytes.into()))
+            }
+            (_, Op::Delete { blocks }) => {
+                self.pieces.lock().retain(|(block, _), _| !blocks.contains(block));
+                Ok((Reply::Done, Bytes::new()))
+            }
+            (_, Op::Purge { range, keep }) => {
+                self.pieces.lock().retain(|(block, _), _| !range.contains(*block) || keep.contains(block));
+                Ok((Reply::Done, Bytes::new()))
+            }
+            (_, Op::List { after, limit }) => {
+                let mut pieces: Vec<PieceInfo> = self
+                    .pieces
+                    .lock()
+                    .iter()
+                    .filter(|(key, _)| after.is_none_or(|after| **key > after))
+                    .map(|((block, piece), (_, bytes))| PieceInfo {
+                        block: *block,
+                        piece: *piece,
+                        layout: LayoutId(1),
+                        stored: bytes.len() as u32,
+                    })
+                    .collect();
+                pieces.sort_by_key(|piece| (piece.block, piece.piece));
+                let end = pieces.len() <= limit as usize;
+                pieces.truncate(limit as usize);
+                Ok((Reply::Listed { pieces, end }, Bytes::new()))
             }
             (_, other) => Err(Fault::new(Code::Unsupported, format!("{other:?}"))),
         }

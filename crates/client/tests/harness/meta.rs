@@ -8,10 +8,10 @@ use tokio::sync::Notify;
 use torchfs_proto::attr::{Attr, Compression, Kind, Time, VolumeInfo};
 use torchfs_proto::layout::Placement;
 use torchfs_proto::msg;
-use torchfs_proto::msg::meta::{Done, Event, Grant, Op, Reply, SessionInfo};
+use torchfs_proto::msg::meta::{Done, Event, Grant, Heartbeat, Op, Reply, SessionInfo};
 use torchfs_proto::{
-    BlockId, ClusterId, Code, Fault, Fence, IdRange, Incarnation, Ino, LayoutId, Result, Seq, SessionId,
-    VolumeId,
+    BlockId, ClusterId, Code, Fault, Fence, IdRange, Incarnation, Ino, LayoutId, Result, Seq, ServerId,
+    SessionId, VolumeId,
 };
 use torchfs_rpc::{Answer, Answering, Peer, Request, Service};
 
@@ -60,6 +60,7 @@ pub struct State {
     known: HashSet<u64>,
     life: u64,
     pub closed: bool,
+    pub beats: Vec<Heartbeat>,
 }
 
 impl Default for State {
@@ -89,6 +90,7 @@ impl Default for State {
             known: HashSet::new(),
             life: 1,
             closed: false,
+            beats: Vec::new(),
         }
     }
 }
@@ -192,7 +194,7 @@ impl State {
         let mut ordered = 0;
         let result = if self.follower {
             Err(Code::NotLeader.into())
-        } else if self.forgot && !matches!(request.op, Op::OpenSession(_)) {
+        } else if self.forgot && request.session != SessionId(0) {
             Err(Fault::new(Code::NoSession, "session 7 is not known"))
         } else if request.seq > 0 {
             if self.reclaim {
@@ -279,6 +281,17 @@ impl State {
                 grants.extend(self.grants.pop_front().unwrap_or_default());
                 Done::Entry(None)
             }
+            Op::Heartbeat(beat) => {
+                self.beats.push(beat.clone());
+                Done::Joined { server: ServerId(3), cluster: ClusterId(9) }
+            }
+            Op::Check { cursor } => Done::Checked {
+                problems: vec![format!("problem {}", cursor.len())],
+                cursor: if cursor.len() < 2 { vec![0; cursor.len() + 1].into() } else { Vec::new().into() },
+                records: 10,
+                total: 25,
+            },
+            Op::Collect => Done::Collected { deleted: 4, waiting: 5 },
             Op::CloseSession => {
                 self.closed = true;
                 Done::Ok
