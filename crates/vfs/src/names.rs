@@ -237,22 +237,23 @@ impl Vfs {
             };
             let exchanged = flags & rename::EXCHANGE != 0;
             let behind = other.as_ref().filter(|_| exchanged).map(|other| other.ino);
-            // Two names of one inode: rename does nothing.
-            let same = other.as_ref().is_some_and(|other| other.ino == attr.ino);
-            let behind = if same { Some(attr.ino) } else { behind };
-            let (old, new) = ((name, behind), (new_name, Some(attr.ino)));
+            let (old, new) = ((name.clone(), behind), (new_name, Some(attr.ino)));
             if two {
                 vfs.end(&from, asked, mark, &[old], None);
                 vfs.end(&to, asked, mark, &[new], None);
             } else {
                 vfs.end(&from, asked, mark, &[old, new], None);
             }
+            if other.is_none() && attr.kind != Kind::Dir && attr.nlink > 1 {
+                // If both were names of one inode nothing happened, and the answer does not say so.
+                vfs.doubt_name(&mut from.lock(), &name);
+            }
             if let Some(node) = vfs.find_node(attr.ino) {
                 vfs.learned(&node, attr, asked);
                 node.lock().mark = mark;
             }
             match other {
-                Some(other) if !exchanged && !same => vfs.lost_name(other, held, mark),
+                Some(other) if !exchanged => vfs.lost_name(other, held, mark),
                 Some(other) => {
                     if let Some(node) = vfs.find_node(other.ino) {
                         vfs.learned(&node, other, asked);

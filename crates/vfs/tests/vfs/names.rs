@@ -132,6 +132,19 @@ fn random_names_agree_with_a_map() {
     }
 }
 
+/// Seed 34 of the random names.
+#[test]
+fn renaming_one_name_of_a_file_to_another_of_its_names_keeps_both() {
+    run(|world| async move {
+        let vfs = world.mount().await;
+        let ino = vfs.make(WHO, Ino::ROOT, b"a", Kind::File, 0o644, 0, b"").await.unwrap().attr.ino;
+        vfs.link(ino, Ino::ROOT, b"b").await.unwrap();
+        vfs.rename(Ino::ROOT, b"a", Ino::ROOT, b"b", 0).await.unwrap();
+        assert_eq!(find(&vfs, Ino::ROOT, "a").await, Some(ino));
+        assert_eq!(find(&vfs, Ino::ROOT, "b").await, Some(ino));
+    });
+}
+
 #[test]
 fn a_listed_folder_answers_absent_names_from_memory() {
     run(|world| async move {
