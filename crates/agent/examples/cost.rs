@@ -3,8 +3,8 @@
 // It borrows the tests' file system and uses a part of it.
 #![allow(dead_code, clippy::unwrap_used, missing_docs)]
 
-#[path = "../tests/it/session.rs"]
-mod session;
+#[path = "../tests/it/stage.rs"]
+mod stage;
 #[path = "../tests/it/toy.rs"]
 mod toy;
 
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use torchfs_agent::FuseConfig;
 
-use session::Stage;
+use stage::Stage;
 
 fn main() {
     for readers in [1, 2, 3, 4] {

@@ -3,6 +3,8 @@
 //! `golden/v1.txt` has a line for each sample. A new message adds lines; a line that changes is a break of the wire.
 //! `BLESS=1 cargo test -p torchfs-proto` writes the file anew.
 
+#![allow(clippy::unwrap_used)] // helpers of tests
+
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 

@@ -6,4 +6,5 @@
 #![allow(clippy::unwrap_used)] // helpers of tests
 
 mod session;
+mod stage;
 mod toy;

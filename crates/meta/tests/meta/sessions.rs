@@ -125,8 +125,9 @@ fn the_ranges_of_ended_sessions_are_purged_and_dead_blocks_deleted() {
     use torchfs_meta::BlockPeers;
     use torchfs_proto::{BlockId, IdRange, Result};
 
+    type Purged = Vec<(IdRange, Vec<BlockId>)>;
     #[derive(Default)]
-    struct Peers(Mutex<(Vec<BlockId>, Vec<(IdRange, Vec<BlockId>)>)>);
+    struct Peers(Mutex<(Vec<BlockId>, Purged)>);
     impl BlockPeers for Peers {
         fn delete<'a>(&'a self, _: &'a str, blocks: Vec<BlockId>) -> BoxFuture<'a, Result<()>> {
             self.0.lock().0.extend(blocks);
