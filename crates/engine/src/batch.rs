@@ -89,12 +89,7 @@ impl Batch {
                 Change::Put(_, value) => (PUT, value),
                 Change::Delete(_) => (DELETE, &[]),
             };
-            let key = change.key();
-            body.push(tag);
-            body.extend_from_slice(&(key.len() as u16).to_le_bytes());
-            body.extend_from_slice(&(value.len() as u32).to_le_bytes());
-            body.extend_from_slice(key);
-            body.extend_from_slice(value);
+            push_change(&mut body, tag, change.key(), value);
         }
         Ok(body)
     }
@@ -125,6 +120,24 @@ impl Batch {
         }
         body.is_empty().then_some(changes)
     }
+}
+
+/// Adds a put to a body; the caller keeps to the limits.
+pub(crate) fn push_put(body: &mut Vec<u8>, key: &[u8], value: &[u8]) {
+    push_change(body, PUT, key, value);
+}
+
+/// Adds a delete to a body; the caller keeps to the limits.
+pub(crate) fn push_delete(body: &mut Vec<u8>, key: &[u8]) {
+    push_change(body, DELETE, key, &[]);
+}
+
+fn push_change(body: &mut Vec<u8>, tag: u8, key: &[u8], value: &[u8]) {
+    body.push(tag);
+    body.extend_from_slice(&(key.len() as u16).to_le_bytes());
+    body.extend_from_slice(&(value.len() as u32).to_le_bytes());
+    body.extend_from_slice(key);
+    body.extend_from_slice(value);
 }
 
 impl Change {

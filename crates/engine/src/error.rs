@@ -75,6 +75,12 @@ pub enum Error {
         /// Whose it should be.
         expected: ClusterId,
     },
+    /// A dump is cut off, damaged or none at all.
+    #[error("the dump cannot be used: {what}")]
+    Dump {
+        /// What is wrong with it, and where.
+        what: String,
+    },
     /// The disk failed.
     #[error("{what}: {source}")]
     Io {
@@ -128,6 +134,7 @@ impl From<Error> for Fault {
             Error::Locked { .. } => (Code::Busy, ""),
             Error::Corrupt { .. } => (Code::Corrupt, "restore the metadata from its last dump"),
             Error::Unsupported { .. } => (Code::Version, ""),
+            Error::Dump { .. } => (Code::Corrupt, "take another dump, or copy this one again"),
             Error::WrongCluster { .. } => (Code::Invalid, "choose the folder of this cluster"),
             Error::Io { .. } | Error::Replica { .. } => {
                 (Code::Io, "check the disk below the metadata folder")

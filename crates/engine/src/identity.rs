@@ -12,6 +12,7 @@ use std::sync::Arc;
 use torchfs_proto::disk::{Disk, DiskFile};
 use torchfs_proto::{ClusterId, Fence, Incarnation};
 
+use crate::Floor;
 use crate::error::{Error, Result};
 use crate::log::format::{HeaderPage, Kind, PAGE, Writer};
 
@@ -63,14 +64,20 @@ impl Identity {
         self.page.cluster
     }
 
-    /// Raises fence and incarnation, durably.
-    pub fn rise(&mut self) -> Result<Writer> {
+    /// Raises fence and incarnation, above the floor if there is one, durably.
+    pub fn rise(&mut self, floor: Option<Floor>) -> Result<Writer> {
         let failed = |what: &str| Error::io(format!("cannot {what} {FILE}"));
         let slot = 1 - self.slot;
+        let floor = floor.unwrap_or_default();
+        let incarnation = self.page.incarnation.max(floor.incarnation).0.checked_add(1);
+        let number = self.page.number.max(floor.fence.0).checked_add(1);
+        let (Some(incarnation), Some(number)) = (incarnation, number) else {
+            return Err(Error::Corrupt { what: format!("{FILE}: there is no higher fence or incarnation") });
+        };
         let page = HeaderPage {
-            incarnation: Incarnation(self.page.incarnation.0 + 1),
+            incarnation: Incarnation(incarnation),
             turn: self.page.turn + 1,
-            number: self.page.number + 1,
+            number,
             ..self.page
         };
         self.file.write_at(&page.encode(Kind::Identity), (slot * PAGE) as u64).map_err(failed("write"))?;

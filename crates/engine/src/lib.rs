@@ -21,6 +21,7 @@
 
 mod batch;
 pub mod conformance;
+pub mod dump;
 mod embedded;
 mod error;
 mod identity;
@@ -95,6 +96,17 @@ pub trait Engine: Send + Sync {
 
     /// Numbers for status pages.
     fn stats(&self) -> Stats;
+}
+
+/// What an engine that is filled from a dump begins above, so that nothing is given out a second time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Floor {
+    /// The fence of this opening is higher.
+    pub fence: Fence,
+    /// The incarnation of this opening is higher.
+    pub incarnation: Incarnation,
+    /// The first batch gets a higher place, if the engine has none yet.
+    pub seq: Seq,
 }
 
 /// Room below the engine.

@@ -38,13 +38,15 @@ use crate::log::format::{Record, Writer};
 use crate::log::{Log, LogConfig};
 use crate::overlay::Overlay;
 use crate::replica::{Lmdb, LmdbConfig, Replica};
-use crate::{Engine, EngineSpace, OnDurable, Stats, Visit, metrics};
+use crate::{Engine, EngineSpace, Floor, OnDurable, Stats, Visit, metrics};
 
 /// How the embedded engine behaves.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// Whose metadata it must be. `None` takes what is there, and draws an id for a new folder.
     pub cluster: Option<ClusterId>,
+    /// What this opening begins above: for an engine that is filled from a dump.
+    pub floor: Option<Floor>,
     /// The log's files.
     pub log: LogConfig,
     /// The replica.
@@ -78,6 +80,7 @@ impl Default for Config {
     fn default() -> Config {
         Config {
             cluster: None,
+            floor: None,
             log: LogConfig::default(),
             lmdb: LmdbConfig::default(),
             linger: Duration::from_millis(5),
@@ -163,7 +166,7 @@ impl Embedded {
 
     /// Opens the engine on a disk and replica at hand.
     pub fn open_with(disk: Arc<dyn Disk>, replica: Box<dyn Replica>, config: Config) -> Result<Embedded> {
-        let (replica_cluster, applied) = replica.applied()?;
+        let (replica_cluster, mut applied) = replica.applied()?;
         let mut identity = match Identity::load(&*disk)? {
             Some(identity) => identity,
             None if applied.0 > 0 => {
@@ -184,13 +187,19 @@ impl Embedded {
         }
         // Names made by a process that died may be visible and not yet durable.
         disk.sync_names().map_err(Error::io("cannot sync the names of the metadata folder"))?;
-        let writer = identity.rise()?;
+        let writer = identity.rise(config.floor)?;
 
         let mut overlay = Overlay::default();
-        let (log, last) = Log::open(disk.clone(), config.log.clone(), writer, applied, &mut |_, changes| {
-            overlay.apply(changes);
-            Ok(())
-        })?;
+        let (log, mut last) =
+            Log::open(disk.clone(), config.log.clone(), writer, applied, &mut |_, changes| {
+                overlay.apply(changes);
+                Ok(())
+            })?;
+        if let Some(floor) = config.floor.filter(|floor| last.0 == 0 && floor.seq.0 > 0) {
+            // The replica says where the order begins; an empty log follows it.
+            replica.commit(writer.cluster, floor.seq, &mut std::iter::empty())?;
+            (applied, last) = (floor.seq, floor.seq);
+        }
         tracing::info!(
             cluster = format_args!("{:016x}", writer.cluster.0),
             fence = writer.fence.0,
