@@ -13,12 +13,14 @@
 //! Assertions about the product. They are in `tests/real/`, a module per topic.
 
 pub mod cluster;
+pub mod database;
 pub mod ground;
 pub mod model;
 pub mod ports;
 pub mod powercut;
 pub mod process;
 pub mod promises;
+pub mod proxy;
 pub mod rng;
 pub mod sandbox;
 pub mod shell;
@@ -26,6 +28,7 @@ pub mod sys;
 pub mod wait;
 
 pub use cluster::{Cluster, Mount, Options};
+pub use database::Database;
 pub use ground::Ground;
 pub use process::Proc;
 pub use rng::{Rng, count, seed, soak};

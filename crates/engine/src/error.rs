@@ -81,6 +81,30 @@ pub enum Error {
         /// What is wrong with it, and where.
         what: String,
     },
+    /// Another opener of the same log has taken the lead.
+    #[error("another metadata server leads: {what}")]
+    Deposed {
+        /// Who, if that is known.
+        what: String,
+    },
+    /// The database does not answer, or refuses for now; it may be tried again.
+    #[error("the metadata's database does not answer: {what}")]
+    Silent {
+        /// What was tried and what came back.
+        what: String,
+    },
+    /// The database refuses what this program needs.
+    #[error("the metadata's database refuses: {what}")]
+    Database {
+        /// What was tried, what came back, and what to do.
+        what: String,
+    },
+    /// The database knows less than it did before.
+    #[error("{what}")]
+    BackInTime {
+        /// The sentence that says what is missing and what to do.
+        what: String,
+    },
     /// The disk failed.
     #[error("{what}: {source}")]
     Io {
@@ -135,6 +159,10 @@ impl From<Error> for Fault {
             Error::Corrupt { .. } => (Code::Corrupt, "restore the metadata from its last dump"),
             Error::Unsupported { .. } => (Code::Version, ""),
             Error::Dump { .. } => (Code::Corrupt, "take another dump, or copy this one again"),
+            Error::Deposed { .. } => (Code::NotLeader, ""),
+            Error::Silent { .. } => (Code::Unreachable, "check the database of the metadata"),
+            Error::Database { .. } => (Code::Io, "check the database of the metadata"),
+            Error::BackInTime { .. } => (Code::Corrupt, ""),
             Error::WrongCluster { .. } => (Code::Invalid, "choose the folder of this cluster"),
             Error::Io { .. } | Error::Replica { .. } => {
                 (Code::Io, "check the disk below the metadata folder")

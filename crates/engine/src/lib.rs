@@ -5,9 +5,9 @@
 //! append. What was ordered but not durable when everything dies is lost from the end only: what is left is always a
 //! prefix of the order.
 //!
-//! [`Embedded`] keeps the log in preallocated, recycled files, what is not yet in the replica in memory (the overlay),
-//! and the rest in LMDB. A later form keeps log and state in PostgreSQL with standbys that follow; it answers to the
-//! same trait and the same [`conformance`] suite.
+//! [`LogEngine`] keeps what is not yet in the replica in memory (the overlay), the rest in LMDB, and the log below a seam:
+//! [`Embedded`] has it in preallocated, recycled files of its own folder, [`postgres`] in a database, with standbys that
+//! follow. Both keep the promises of the same [`conformance`] suite.
 //!
 //! # Invariants
 //! - `durable() <= ordered()`, both only rise, and after a restart `ordered()` is at least the last `durable()` told.
@@ -26,17 +26,21 @@ mod embedded;
 mod error;
 mod identity;
 mod log;
+mod log_engine;
 mod metrics;
 mod overlay;
+pub mod postgres;
 mod replica;
 
 use std::ops::ControlFlow;
 use std::time::Duration;
 
 pub use batch::{BODY_MAX, Batch, Change, KEY_MAX, VALUE_MAX};
-pub use embedded::{Config, Embedded};
+pub use embedded::Embedded;
 pub use error::{Error, Result};
+pub use log::format::Mark;
 pub use log::{LogConfig, RECORD_VERSION};
+pub use log_engine::{Config, LogEngine};
 pub use replica::{Lmdb, LmdbConfig, MemReplica, Replica, Room, View};
 pub use torchfs_proto::{ClusterId, Fence, Incarnation, Seq};
 
@@ -45,6 +49,9 @@ pub type Visit<'a> = dyn FnMut(&[u8], &[u8]) -> ControlFlow<()> + 'a;
 
 /// Told from the log's thread how far the log is durable, or once that it failed for good.
 pub type OnDurable = Box<dyn Fn(Result<Seq>) + Send + Sync>;
+
+/// Told from the log's thread that leadership is sure again after it was in doubt.
+pub type OnLead = Box<dyn Fn() + Send + Sync>;
 
 /// An ordered log with the key-value state that follows from it.
 pub trait Engine: Send + Sync {
@@ -78,6 +85,15 @@ pub trait Engine: Send + Sync {
     /// Adds somebody to be told, from the log's thread, each time more is durable, and once if the log fails for good.
     fn on_durable(&self, tell: OnDurable);
 
+    /// Whether no other opener can have ordered anything up to this moment. Asked after a read, it says that the read was
+    /// of the newest state. False while that is in doubt; it may become true again.
+    fn leads(&self) -> bool {
+        true
+    }
+
+    /// Adds somebody to be told, from the log's thread, when [`Engine::leads`] is true again.
+    fn on_lead(&self, _tell: OnLead) {}
+
     /// Visits all pairs as of one batch, whose place it returns. Meant for dumps: it may write a checkpoint first and
     /// holds a snapshot of the replica while it runs.
     fn snapshot(&self, visit: &mut Visit<'_>) -> Result<Seq>;
@@ -96,6 +112,11 @@ pub trait Engine: Send + Sync {
 
     /// Numbers for status pages.
     fn stats(&self) -> Stats;
+
+    /// The servers that follow this log and could take over, as of a few seconds ago.
+    fn peers(&self) -> Vec<Peer> {
+        Vec::new()
+    }
 }
 
 /// What an engine that is filled from a dump begins above, so that nothing is given out a second time.
@@ -145,4 +166,19 @@ pub struct Stats {
     pub synced_batches: u64,
     /// Checkpoints written.
     pub checkpoints: u64,
+    /// Bytes of the state outside of the replica: in the database, if there is one.
+    pub state_bytes: u64,
+}
+
+/// Another server with a replica of the same log.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Peer {
+    /// Where it listens.
+    pub address: String,
+    /// The last batch that it has.
+    pub applied: Seq,
+    /// Bytes of its replica.
+    pub replica_bytes: u64,
+    /// How long ago it said so.
+    pub silent_ms: u64,
 }

@@ -5,6 +5,7 @@
 mod cli;
 mod crash;
 mod posix;
+mod postgres;
 mod programs;
 mod storage;
 mod suites;

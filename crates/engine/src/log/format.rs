@@ -33,6 +33,19 @@ pub struct Writer {
     pub fence: Fence,
 }
 
+/// What a replica holds, and enough to recognise later that a log still has it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Mark {
+    /// Whose it is.
+    pub cluster: ClusterId,
+    /// The last batch in the replica.
+    pub applied: Seq,
+    /// Who wrote that batch, or led when it was applied.
+    pub fence: Fence,
+    /// A random number that the leader of this fence drew; 0 where a fence is never used twice.
+    pub reign: u64,
+}
+
 /// A record: one batch with its place.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Record {

@@ -19,14 +19,14 @@ use torchfs_proto::disk::Disk;
 use torchfs_proto::{ClusterId, Fence, Seq};
 
 use super::format::{HeaderPage, Kind, PAGE, RECORDS_AT, Stored, Writer};
-use super::{Log, LogConfig, Pool, SEGMENT_MAX, Segment, Tail, create, name};
+use super::segments::{LogConfig, Pool, SEGMENT_MAX, Segment, Segments, Tail, create, name};
 use crate::batch::Change;
 use crate::error::{Error, Result};
 
 /// Takes each batch that the replica does not have, in order.
 pub type Replay<'a> = dyn FnMut(Seq, Vec<Change>) -> Result<()> + 'a;
 
-impl Log {
+impl Segments {
     /// Makes the log of a new folder. Segments that an earlier attempt left are removed, unless they hold batches.
     pub fn create(disk: &Arc<dyn Disk>, config: &LogConfig, cluster: ClusterId) -> Result<()> {
         for found in find_segments(&**disk)? {
@@ -55,7 +55,7 @@ impl Log {
         writer: Writer,
         applied: Seq,
         replay: &mut Replay<'_>,
-    ) -> Result<(Log, Seq)> {
+    ) -> Result<(Segments, Seq)> {
         let mut segments = Vec::new();
         for found in find_segments(&*disk)? {
             segments.push(open_segment(found, writer.cluster)?);
@@ -119,7 +119,7 @@ impl Log {
             return Err(Error::Corrupt { what: "the log has no segment to append to".into() });
         };
         let tail_room = segment.len.saturating_sub(end.at);
-        let log = Log {
+        let log = Segments {
             disk,
             config,
             writer,

@@ -16,12 +16,13 @@ use std::path::Path;
 
 use heed::types::Bytes;
 use heed::{CommitOrAbort, Database, Env, EnvOpenOptions, MdbError, RoTxn, WithoutTls};
-use torchfs_proto::{ClusterId, Seq};
+use torchfs_proto::{ClusterId, Fence, Seq};
 
 use super::{Changes, Replica, Room, View, is_empty_range};
 use crate::Visit;
 use crate::batch::KEY_MAX;
 use crate::error::{Error, Result};
+use crate::log::format::Mark;
 
 /// How LMDB is opened.
 #[derive(Clone, Debug)]
@@ -79,7 +80,7 @@ impl Lmdb {
             .map_err(Error::io(format!("cannot sync {}", dir.display())))?;
         let page_bytes = u64::from(env.unnamed_database_stat().page_size);
         let lmdb = Lmdb { env, pairs, state, page_bytes };
-        lmdb.applied()?;
+        lmdb.mark()?;
         Ok(lmdb)
     }
 
@@ -87,19 +88,14 @@ impl Lmdb {
         self.env.read_txn().map_err(|e| replica_error("read", e))
     }
 
-    fn load_state(&self, txn: &RoTxn<'_, WithoutTls>) -> Result<(Option<ClusterId>, Seq)> {
-        match self.state.get(txn, STATE).map_err(|e| replica_error("read", e))? {
-            None => Ok((None, Seq(0))),
-            Some(bytes) => {
-                let (cluster, applied) = decode_state(bytes)?;
-                Ok((Some(cluster), applied))
-            }
-        }
+    fn load_state(&self, txn: &RoTxn<'_, WithoutTls>) -> Result<Option<Mark>> {
+        let stored = self.state.get(txn, STATE).map_err(|e| replica_error("read", e))?;
+        stored.map(decode_state).transpose()
     }
 }
 
 impl Replica for Lmdb {
-    fn applied(&self) -> Result<(Option<ClusterId>, Seq)> {
+    fn mark(&self) -> Result<Option<Mark>> {
         self.load_state(&self.read()?)
     }
 
@@ -116,7 +112,7 @@ impl Replica for Lmdb {
         Ok(Box::new(LmdbView { lmdb: self, txn: self.read()? }))
     }
 
-    fn commit(&self, cluster: ClusterId, applied: Seq, changes: &mut Changes<'_>) -> Result<()> {
+    fn commit(&self, mark: &Mark, changes: &mut Changes<'_>) -> Result<()> {
         let failed = |e: heed::Error| replica_error("write", e);
         let mut txn = self.env.write_txn().map_err(failed)?;
         for (key, value) in changes {
@@ -127,7 +123,15 @@ impl Replica for Lmdb {
                 }
             }
         }
-        self.state.put(&mut txn, STATE, &encode_state(cluster, applied)).map_err(failed)?;
+        self.state.put(&mut txn, STATE, &encode_state(mark)).map_err(failed)?;
+        txn.commit().map_err(failed)
+    }
+
+    fn clear(&self) -> Result<()> {
+        let failed = |e: heed::Error| replica_error("clear", e);
+        let mut txn = self.env.write_txn().map_err(failed)?;
+        self.pairs.clear(&mut txn).map_err(failed)?;
+        self.state.clear(&mut txn).map_err(failed)?;
         txn.commit().map_err(failed)
     }
 
@@ -157,7 +161,7 @@ struct LmdbView<'a> {
 
 impl View for LmdbView<'_> {
     fn applied(&self) -> Result<Seq> {
-        Ok(self.lmdb.load_state(&self.txn)?.1)
+        Ok(self.lmdb.load_state(&self.txn)?.map_or(Seq(0), |mark| mark.applied))
     }
 
     fn scan(&self, from: Bound<&[u8]>, to: Bound<&[u8]>, reverse: bool, visit: &mut Visit<'_>) -> Result<()> {
@@ -204,19 +208,21 @@ fn searchable(bound: Bound<&[u8]>, low: bool) -> Bound<&[u8]> {
     }
 }
 
-const STATE_LEN: usize = 40;
+const STATE_LEN: usize = 56;
 
-fn encode_state(cluster: ClusterId, applied: Seq) -> [u8; STATE_LEN] {
+fn encode_state(mark: &Mark) -> [u8; STATE_LEN] {
     let mut bytes = [0; STATE_LEN];
     bytes[0..4].copy_from_slice(b"TFRP");
     bytes[4..8].copy_from_slice(&VERSION.to_le_bytes());
     // 8..16 must-know and 16..24 may-know features: none yet.
-    bytes[24..32].copy_from_slice(&cluster.0.to_le_bytes());
-    bytes[32..40].copy_from_slice(&applied.0.to_le_bytes());
+    bytes[24..32].copy_from_slice(&mark.cluster.0.to_le_bytes());
+    bytes[32..40].copy_from_slice(&mark.applied.0.to_le_bytes());
+    bytes[40..48].copy_from_slice(&mark.fence.0.to_le_bytes());
+    bytes[48..56].copy_from_slice(&mark.reign.to_le_bytes());
     bytes
 }
 
-fn decode_state(bytes: &[u8]) -> Result<(ClusterId, Seq)> {
+fn decode_state(bytes: &[u8]) -> Result<Mark> {
     let number = |at: usize| {
         let mut n = [0; 8];
         n.copy_from_slice(&bytes[at..at + 8]);
@@ -233,7 +239,12 @@ fn decode_state(bytes: &[u8]) -> Result<(ClusterId, Seq)> {
     if unknown != 0 {
         return Err(Error::Unsupported { what: format!("the replica needs unknown features {unknown:#x}") });
     }
-    Ok((ClusterId(number(24)), Seq(number(32))))
+    Ok(Mark {
+        cluster: ClusterId(number(24)),
+        applied: Seq(number(32)),
+        fence: Fence(number(40)),
+        reign: number(48),
+    })
 }
 
 /// A lack of space, in the map or on the disk, is told apart: the caller may try again after it.

@@ -9,11 +9,12 @@ use std::sync::Arc;
 
 use parking_lot::RwLock;
 use torchfs_disk::SimDisk;
-use torchfs_proto::{ClusterId, Seq};
+use torchfs_proto::Seq;
 
 use super::{Changes, Replica, Room, View, is_empty_range};
 use crate::Visit;
 use crate::error::{Error, Result};
+use crate::log::format::Mark;
 
 /// The state in memory. It outlives the engine that uses it: take [`MemReplica::after`] for the next one.
 #[derive(Clone)]
@@ -24,12 +25,17 @@ pub struct MemReplica {
 
 #[derive(Clone, Default)]
 struct State {
-    cluster: Option<ClusterId>,
-    applied: Seq,
+    mark: Option<Mark>,
     /// Shared with views; a commit copies it if one is open.
     pairs: Arc<BTreeMap<Vec<u8>, Vec<u8>>>,
     bytes: u64,
     capacity: Option<u64>,
+}
+
+impl State {
+    fn applied(&self) -> Seq {
+        self.mark.map_or(Seq(0), |mark| mark.applied)
+    }
 }
 
 impl MemReplica {
@@ -55,9 +61,8 @@ impl MemReplica {
 }
 
 impl Replica for MemReplica {
-    fn applied(&self) -> Result<(Option<ClusterId>, Seq)> {
-        let state = self.state.read();
-        Ok((state.cluster, state.applied))
+    fn mark(&self) -> Result<Option<Mark>> {
+        Ok(self.state.read().mark)
     }
 
     fn get(&self, key: &[u8]) -> Result<Option<Vec<u8>>> {
@@ -66,10 +71,10 @@ impl Replica for MemReplica {
 
     fn view(&self) -> Result<Box<dyn View + '_>> {
         let state = self.state.read();
-        Ok(Box::new(MemView { applied: state.applied, pairs: state.pairs.clone() }))
+        Ok(Box::new(MemView { applied: state.applied(), pairs: state.pairs.clone() }))
     }
 
-    fn commit(&self, cluster: ClusterId, applied: Seq, changes: &mut Changes<'_>) -> Result<()> {
+    fn commit(&self, mark: &Mark, changes: &mut Changes<'_>) -> Result<()> {
         self.tick()?;
         let mut next = self.state.read().clone();
         let pairs = Arc::make_mut(&mut next.pairs);
@@ -90,9 +95,15 @@ impl Replica for MemReplica {
         {
             return Err(Error::NoSpace { free: 0, reserve: 0 });
         }
-        next.cluster = Some(cluster);
-        next.applied = applied;
+        next.mark = Some(*mark);
         *self.state.write() = next;
+        self.tick()
+    }
+
+    fn clear(&self) -> Result<()> {
+        self.tick()?;
+        let mut state = self.state.write();
+        *state = State { capacity: state.capacity, ..State::default() };
         self.tick()
     }
 

@@ -13,20 +13,21 @@ mod memory;
 
 use std::ops::Bound;
 
-use torchfs_proto::{ClusterId, Seq};
+use torchfs_proto::Seq;
 
 pub use self::lmdb::{Lmdb, LmdbConfig};
 pub use self::memory::MemReplica;
 use crate::Visit;
 use crate::error::Result;
+use crate::log::format::Mark;
 
 /// The changes of a checkpoint in order of their keys; `None` deletes.
 pub type Changes<'a> = dyn Iterator<Item = (&'a [u8], Option<&'a [u8]>)> + 'a;
 
 /// The state as of some batch.
 pub trait Replica: Send + Sync {
-    /// Whose state it is and the last batch in it; `None` and 0 before the first commit.
-    fn applied(&self) -> Result<(Option<ClusterId>, Seq)>;
+    /// Whose state it is and the last batch in it; `None` before the first commit.
+    fn mark(&self) -> Result<Option<Mark>>;
 
     /// One value.
     fn get(&self, key: &[u8]) -> Result<Option<Vec<u8>>>;
@@ -35,7 +36,10 @@ pub trait Replica: Send + Sync {
     fn view(&self) -> Result<Box<dyn View + '_>>;
 
     /// Applies a checkpoint in one durable transaction.
-    fn commit(&self, cluster: ClusterId, applied: Seq, changes: &mut Changes<'_>) -> Result<()>;
+    fn commit(&self, mark: &Mark, changes: &mut Changes<'_>) -> Result<()>;
+
+    /// Forgets everything, durably; the replica is as before its first commit.
+    fn clear(&self) -> Result<()>;
 
     /// What it takes and may still take.
     fn room(&self) -> Result<Room>;

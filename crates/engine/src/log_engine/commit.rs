@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use torchfs_proto::Seq;
 
-use super::{Durable, Inner};
+use super::{Durable, Failure, Inner};
 use crate::error::{Error, Result};
 use crate::log::format::Record;
 use crate::log::{Appended, Wants};
@@ -47,6 +47,13 @@ struct Waiting {
 #[derive(Default)]
 pub struct Group {
     records: VecDeque<Record>,
+}
+
+/// What the log's thread does next.
+enum Next {
+    Group,
+    Tick,
+    Stop,
 }
 
 impl Queue {
@@ -89,23 +96,28 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// Waits until a group should be written; `false` when it is time to end.
-    fn wait_for_group(&self, linger: Duration, group_bytes: usize) -> bool {
+    /// Waits until a group should be written, or nothing came for a while.
+    fn wait_for_group(&self, linger: Duration, group_bytes: usize, tick: Option<Duration>) -> Next {
+        let tick = tick.map(|tick| Instant::now() + tick);
         let mut waiting = self.waiting.lock();
         loop {
             let Some(first) = waiting.records.front() else {
-                if waiting.stop {
-                    return false;
+                match tick {
+                    _ if waiting.stop => return Next::Stop,
+                    None => self.changed.wait(&mut waiting),
+                    Some(tick) if self.changed.wait_until(&mut waiting, tick).timed_out() => {
+                        return Next::Tick;
+                    }
+                    Some(_) => {}
                 }
-                self.changed.wait(&mut waiting);
                 continue;
             };
             if waiting.stop || waiting.hurry >= first.seq || waiting.bytes >= group_bytes {
-                return true;
+                return Next::Group;
             }
             let due = waiting.since.unwrap_or_else(Instant::now) + linger;
             if self.changed.wait_until(&mut waiting, due).timed_out() {
-                return true;
+                return Next::Group;
             }
         }
     }
@@ -136,24 +148,34 @@ impl Queue {
 impl Inner {
     /// The log's thread.
     pub(super) fn run_log(&self) {
-        while self.queue.wait_for_group(self.config.linger, self.config.group_bytes) {
-            loop {
-                match self.sync_group() {
-                    Ok(true) => {}
-                    Ok(false) => break,
-                    Err(e) if e.is_space() => {
-                        if self.queue.waiting.lock().stop {
-                            self.durable.fail(&e);
-                            return;
-                        }
-                        std::thread::sleep(RETRY);
-                    }
-                    Err(e) => {
-                        self.durable.fail(&e);
-                        self.tell_room();
-                        return;
-                    }
-                }
+        loop {
+            let every = self.log.tick_every();
+            let next = self.queue.wait_for_group(self.config.linger, self.config.group_bytes, every);
+            let done = match next {
+                Next::Stop => return,
+                Next::Tick => self.log.tick(),
+                Next::Group => self.write_groups(),
+            };
+            if let Err(e) = done {
+                self.durable.fail(&e);
+                self.tell_room();
+                return;
+            }
+            if self.durable.doubted.load(Ordering::Acquire) && self.log.leads() {
+                self.durable.doubted.store(false, Ordering::Release);
+                self.durable.tell_lead();
+            }
+        }
+    }
+
+    /// Writes all that is queued.
+    fn write_groups(&self) -> Result<()> {
+        loop {
+            match self.sync_group() {
+                Ok(true) => {}
+                Ok(false) => return Ok(()),
+                Err(e) if e.is_space() && !self.queue.waiting.lock().stop => std::thread::sleep(RETRY),
+                Err(e) => return Err(e),
             }
         }
     }
@@ -167,7 +189,7 @@ impl Inner {
             return Ok(false);
         }
         let started = Instant::now();
-        let count = match self.log.append(group.records.iter(), self.durable.seq())? {
+        let count = match self.log.append(&group.records, self.durable.seq())? {
             Appended::Durable(count) => count,
             // `order` sees to it that whatever is ordered fits.
             Appended::Full => {
@@ -231,7 +253,13 @@ impl Durable {
     }
 
     fn failure(&self) -> Error {
-        Error::Failed { what: self.what.lock().clone().unwrap_or_default() }
+        self.what.lock().as_ref().map_or(Error::Failed { what: String::new() }, Failure::error)
+    }
+
+    /// Leadership is sure again.
+    fn tell_lead(&self) {
+        let listeners = self.lead.read().clone();
+        listeners.iter().for_each(|tell| tell());
     }
 
     fn rise(&self, seq: Seq) {
@@ -253,14 +281,20 @@ impl Durable {
                 return;
             }
             *what = Some(match error {
-                Error::Failed { what } => what.clone(),
-                error => error.to_string(),
+                Error::Failed { what } => Failure::Failed(what.clone()),
+                Error::Deposed { what } => Failure::Deposed(what.clone()),
+                error => Failure::Failed(error.to_string()),
             });
             self.failed.store(true, Ordering::Release);
             self.changed.notify_all();
         }
-        tracing::error!(%error, "the metadata log failed; no more changes are taken");
-        metrics::failed();
+        match error {
+            Error::Deposed { what } => tracing::warn!("this metadata server leads no more: {what}"),
+            error => {
+                tracing::error!(%error, "the metadata log failed; no more changes are taken");
+                metrics::failed();
+            }
+        }
         for tell in self.listeners() {
             tell(Err(self.failure()));
         }
@@ -274,11 +308,11 @@ impl Durable {
                 return Ok(());
             }
             if let Some(what) = &*what {
-                return Err(Error::Failed { what: what.clone() });
+                return Err(what.error());
             }
             if self.changed.wait_until(&mut what, deadline).timed_out() && self.seq() < seq {
                 return match &*what {
-                    Some(what) => Err(Error::Failed { what: what.clone() }),
+                    Some(what) => Err(what.error()),
                     None => Err(Error::Timeout { seq, timeout }),
                 };
             }
@@ -287,5 +321,14 @@ impl Durable {
 
     fn listeners(&self) -> Vec<Arc<OnDurable>> {
         self.tell.read().clone()
+    }
+}
+
+impl Failure {
+    fn error(&self) -> Error {
+        match self.clone() {
+            Failure::Failed(what) => Error::Failed { what },
+            Failure::Deposed(what) => Error::Deposed { what },
+        }
     }
 }

@@ -115,7 +115,8 @@ impl Inner {
             }
             (front.overlay.freeze(), last)
         };
-        let written = self.write_layer(&layer, last);
+        let from = Seq(self.applied.load(Ordering::Acquire));
+        let written = self.write_layer(&layer, from, last);
         let keys = layer.len();
         drop(layer);
         match written {
@@ -143,7 +144,7 @@ impl Inner {
                     if !self.chores.full.swap(true, Ordering::AcqRel) {
                         tracing::warn!("no space for a checkpoint of the metadata; only deleting goes on");
                     }
-                } else if !matches!(error, Error::Timeout { .. }) {
+                } else if !matches!(error, Error::Timeout { .. } | Error::Silent { .. }) {
                     self.durable.fail(&error);
                 }
                 self.tell_room();
@@ -152,10 +153,11 @@ impl Inner {
         }
     }
 
-    fn write_layer(&self, layer: &crate::overlay::Layer, last: Seq) -> Result<()> {
+    fn write_layer(&self, layer: &crate::overlay::Layer, from: Seq, last: Seq) -> Result<()> {
         self.wait_durable(last, self.config.stall_timeout)?;
+        self.log.settle(from, last, layer)?;
         let mut changes = layer.iter().map(|(key, value)| (&**key, value.as_deref()));
-        self.replica.commit(self.writer.cluster, last, &mut changes)
+        self.replica.commit(&self.log.mark(last), &mut changes)
     }
 
     /// Uses segments again that the replica has made superfluous, or makes one more.
@@ -170,6 +172,8 @@ impl Inner {
                 tracing::warn!(%error, "the metadata log does not grow");
                 Ok(())
             }
+            // Room is given back later.
+            Err(Error::Silent { .. }) => Ok(()),
             Err(error) => {
                 self.durable.fail(&error);
                 Err(error)

@@ -1,4 +1,5 @@
-//! The engine on one machine: a log on the disk seam, an overlay in memory, LMDB behind it.
+//! The engine over a log: a queue, an overlay in memory, LMDB behind it. Where the log is kept is a seam ([`Log`]); this is
+//! the same for all of them.
 //!
 //! A batch is encoded by its caller, gets its number and goes into the overlay and the queue under one short lock. The
 //! thread `torchfs-log` writes queued batches in groups, one sync each. The thread `torchfs-chores` writes
@@ -17,15 +18,12 @@ mod checkpoint;
 mod commit;
 mod scan;
 
-use std::io;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, RwLock};
-use torchfs_disk::LocalDisk;
 use torchfs_proto::disk::Disk;
 use torchfs_proto::{ClusterId, Fence, Incarnation, Seq};
 
@@ -33,14 +31,13 @@ use self::checkpoint::Chores;
 use self::commit::{Group, Queue};
 use crate::batch::Batch;
 use crate::error::{Error, Result};
-use crate::identity::{self, Identity};
 use crate::log::format::{Record, Writer};
 use crate::log::{Log, LogConfig};
 use crate::overlay::Overlay;
-use crate::replica::{Lmdb, LmdbConfig, Replica};
-use crate::{Engine, EngineSpace, Floor, OnDurable, Stats, Visit, metrics};
+use crate::replica::{LmdbConfig, Replica};
+use crate::{Engine, EngineSpace, Floor, OnDurable, OnLead, Peer, Stats, Visit, metrics};
 
-/// How the embedded engine behaves.
+/// How the engine behaves.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// Whose metadata it must be. `None` takes what is there, and draws an id for a new folder.
@@ -98,8 +95,8 @@ impl Default for Config {
     }
 }
 
-/// The engine on one machine. Dropping it makes all ordered batches durable if the disk still can and it has threads.
-pub struct Embedded {
+/// An engine over a log. Dropping it makes all ordered batches durable if the log still can and it has threads.
+pub struct LogEngine {
     inner: Arc<Inner>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -109,7 +106,7 @@ struct Inner {
     config: Config,
     // Dropped in this order: the disk, and with it the lock on the folder, goes last.
     replica: Box<dyn Replica>,
-    log: Log,
+    log: Box<dyn Log>,
     disk: Arc<dyn Disk>,
     writer: Writer,
     front: RwLock<Front>,
@@ -137,9 +134,21 @@ struct Front {
 struct Durable {
     seq: AtomicU64,
     failed: AtomicBool,
-    what: Mutex<Option<String>>,
+    what: Mutex<Option<Failure>>,
     changed: Condvar,
     tell: RwLock<Vec<Arc<OnDurable>>>,
+    lead: RwLock<Vec<Arc<OnLead>>>,
+    /// Somebody was told that leadership is in doubt.
+    doubted: AtomicBool,
+}
+
+/// Why nothing becomes durable any more.
+#[derive(Clone)]
+enum Failure {
+    /// The log failed.
+    Failed(String),
+    /// Another one leads.
+    Deposed(String),
 }
 
 #[derive(Default)]
@@ -151,63 +160,25 @@ struct KnownSpace {
 /// A dirty key may cost the replica a page of its own.
 const PAGE_PER_KEY: u64 = 4096;
 
-impl Embedded {
-    /// Opens the engine in this folder, making it if it is empty or missing. No other process can open it meanwhile.
-    pub fn open(dir: impl AsRef<Path>, config: Config) -> Result<Embedded> {
-        let dir = dir.as_ref();
-        let disk = LocalDisk::open_locked(dir).map_err(|e| match e.kind() {
-            io::ErrorKind::WouldBlock => Error::Locked { what: e.to_string() },
-            _ => Error::Io { what: "cannot open the metadata folder".into(), source: e },
-        })?;
-        let replica = Lmdb::open(&dir.join("replica"), &config.lmdb)?;
-        disk.sync_names().map_err(Error::io("cannot sync the names of the metadata folder"))?;
-        Embedded::open_with(Arc::new(disk), Box::new(replica), config)
-    }
+/// What an engine is started with.
+pub(crate) struct Parts {
+    pub config: Config,
+    pub disk: Arc<dyn Disk>,
+    pub replica: Box<dyn Replica>,
+    pub log: Box<dyn Log>,
+    pub writer: Writer,
+    /// What the log has and the replica has not.
+    pub overlay: Overlay,
+    /// The last batch in the replica,
+    pub applied: Seq,
+    /// and in the log.
+    pub last: Seq,
+}
 
-    /// Opens the engine on a disk and replica at hand.
-    pub fn open_with(disk: Arc<dyn Disk>, replica: Box<dyn Replica>, config: Config) -> Result<Embedded> {
-        let (replica_cluster, mut applied) = replica.applied()?;
-        let mut identity = match Identity::load(&*disk)? {
-            Some(identity) => identity,
-            None if applied.0 > 0 => {
-                return Err(Error::Corrupt {
-                    what: "engine.id is missing and the replica is not empty".into(),
-                });
-            }
-            None => {
-                let cluster = config.cluster.map_or_else(identity::draw_cluster, Ok)?;
-                Log::create(&disk, &config.log, cluster)?;
-                Identity::create(&*disk, cluster)?
-            }
-        };
-        for expected in [config.cluster, replica_cluster].into_iter().flatten() {
-            if expected != identity.cluster() {
-                return Err(Error::WrongCluster { found: identity.cluster(), expected });
-            }
-        }
-        // Names made by a process that died may be visible and not yet durable.
-        disk.sync_names().map_err(Error::io("cannot sync the names of the metadata folder"))?;
-        let writer = identity.rise(config.floor)?;
-
-        let mut overlay = Overlay::default();
-        let (log, mut last) =
-            Log::open(disk.clone(), config.log.clone(), writer, applied, &mut |_, changes| {
-                overlay.apply(changes);
-                Ok(())
-            })?;
-        if let Some(floor) = config.floor.filter(|floor| last.0 == 0 && floor.seq.0 > 0) {
-            // The replica says where the order begins; an empty log follows it.
-            replica.commit(writer.cluster, floor.seq, &mut std::iter::empty())?;
-            (applied, last) = (floor.seq, floor.seq);
-        }
-        tracing::info!(
-            cluster = format_args!("{:016x}", writer.cluster.0),
-            fence = writer.fence.0,
-            %last,
-            replayed = last.0 - applied.0,
-            "metadata engine opened"
-        );
-
+impl LogEngine {
+    /// Begins to take batches.
+    pub(crate) fn start(parts: Parts) -> Result<LogEngine> {
+        let Parts { config, disk, replica, log, writer, overlay, applied, last } = parts;
         let threads = config.threads;
         let inner = Arc::new(Inner {
             config,
@@ -224,6 +195,8 @@ impl Embedded {
                 what: Mutex::new(None),
                 changed: Condvar::new(),
                 tell: RwLock::default(),
+                lead: RwLock::default(),
+                doubted: AtomicBool::new(false),
             },
             chores: Chores::default(),
             room: Default::default(),
@@ -234,7 +207,7 @@ impl Embedded {
             synced_batches: AtomicU64::new(0),
             checkpoints: AtomicU64::new(0),
         });
-        let mut engine = Embedded { inner, threads: Vec::new() };
+        let mut engine = LogEngine { inner, threads: Vec::new() };
         engine.inner.maintain_log()?;
         if threads {
             for (name, run) in
@@ -257,18 +230,20 @@ impl Embedded {
     }
 }
 
-impl Drop for Embedded {
+impl Drop for LogEngine {
     fn drop(&mut self) {
         self.inner.queue.stop();
         self.inner.chores.stop();
+        self.inner.log.interrupt();
         for thread in self.threads.drain(..) {
             // A panic in it was already printed; there is nobody left to tell.
             let _ = thread.join();
         }
+        self.inner.log.close();
     }
 }
 
-impl Engine for Embedded {
+impl Engine for LogEngine {
     fn get(&self, key: &[u8]) -> Result<Option<Vec<u8>>> {
         if let Some(found) = self.inner.front.read().overlay.find(key) {
             return Ok(found.map(<[u8]>::to_vec));
@@ -331,6 +306,18 @@ impl Engine for Embedded {
         self.inner.durable.tell.write().push(Arc::new(tell));
     }
 
+    fn leads(&self) -> bool {
+        let leads = self.inner.log.leads();
+        if !leads {
+            self.inner.durable.doubted.store(true, Ordering::Release);
+        }
+        leads
+    }
+
+    fn on_lead(&self, tell: OnLead) {
+        self.inner.durable.lead.write().push(Arc::new(tell));
+    }
+
     fn snapshot(&self, visit: &mut Visit<'_>) -> Result<Seq> {
         self.inner.checkpoint()?;
         let view = self.inner.replica.view()?;
@@ -373,7 +360,12 @@ impl Engine for Embedded {
             syncs: inner.syncs.load(Ordering::Relaxed),
             synced_batches: inner.synced_batches.load(Ordering::Relaxed),
             checkpoints: inner.checkpoints.load(Ordering::Relaxed),
+            state_bytes: inner.log.state_bytes(),
         }
+    }
+
+    fn peers(&self) -> Vec<Peer> {
+        self.inner.log.peers()
     }
 }
 

@@ -1,0 +1,359 @@
+//! The engine over a real PostgreSQL: the promises of every engine, lost answers, standbys, a database that went back.
+
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use torchfs_engine::postgres::{PostgresConfig, Standby, Turn};
+use torchfs_engine::{Batch, Config, Engine, Error, LogEngine, Result, Seq, conformance};
+use torchfs_tests::proxy::{Loss, Proxy};
+use torchfs_tests::{Database, Rng, Sandbox, eventually, seed};
+
+const LONG: Duration = Duration::from_secs(60);
+/// What every append of the log contains.
+const RECORD: &[u8] = b"TFLR";
+
+fn config(url: &str) -> PostgresConfig {
+    PostgresConfig {
+        url: url.to_owned(),
+        address: "127.0.0.1:1".into(),
+        poll: Duration::from_millis(20),
+        ..PostgresConfig::default()
+    }
+}
+
+/// Follows until it leads.
+fn lead(dir: &Path, config: PostgresConfig) -> Result<LogEngine> {
+    let standby = Standby::open(dir, config)?;
+    Ok(standby.run(&mut |_| ControlFlow::Continue(()))?.expect("nobody told it to stop"))
+}
+
+fn put(key: &str, value: impl Into<Vec<u8>>) -> Batch {
+    let mut batch = Batch::at(1);
+    batch.put(key, value);
+    batch
+}
+
+fn store(engine: &dyn Engine, key: &str, value: &str) -> Seq {
+    let seq = engine.order(put(key, value)).unwrap();
+    engine.wait_durable(seq, LONG).unwrap();
+    seq
+}
+
+fn pairs(engine: &dyn Engine) -> BTreeMap<Vec<u8>, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    let mut visit = |key: &[u8], value: &[u8]| {
+        found.insert(key.to_vec(), value.to_vec());
+        ControlFlow::Continue(())
+    };
+    engine.scan(b"", b"\xff", false, &mut visit).unwrap();
+    found
+}
+
+fn keep_promises(engine: impl Fn() -> Config) {
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    let sandbox = Sandbox::new();
+    let database = Database::start(&sandbox);
+    for (name, promise) in conformance::all() {
+        println!("{name}");
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let url = database.create(&format!("promise_{number}"));
+        let dir = sandbox.folder(&format!("replica-{number}"));
+        promise(&|| {
+            let config = PostgresConfig { engine: engine(), ..config(&url) };
+            Ok(Box::new(lead(&dir, config)?) as Box<dyn Engine>)
+        });
+    }
+}
+
+#[test]
+fn the_engine_on_postgresql_keeps_the_promises_of_every_engine() {
+    keep_promises(Config::default);
+}
+
+#[test]
+fn the_engine_on_postgresql_keeps_them_with_small_bounds() {
+    keep_promises(|| Config {
+        checkpoint_keys: 50,
+        checkpoint_bytes: 8 << 10,
+        overlay_bytes: 64 << 10,
+        queue_bytes: 16 << 10,
+        group_bytes: 4 << 10,
+        ..Config::default()
+    });
+}
+
+#[test]
+fn a_commit_with_unknown_outcome_is_resolved_and_not_guessed() {
+    let sandbox = Sandbox::new();
+    let database = Database::start(&sandbox);
+    database.create("torchfs");
+    let proxy = Proxy::start(&database.address(), RECORD);
+    let url = format!("postgres://postgres@{}/torchfs", proxy.address());
+    let dir = sandbox.folder("replica");
+    let engine = lead(&dir, config(&url)).unwrap();
+    let mut rng = Rng::new(seed(70));
+    let losses = [Loss::Request, Loss::Answer, Loss::Both];
+    for round in 0..30u64 {
+        let loss = losses[(round % 3) as usize];
+        proxy.lose(loss);
+        let many = rng.range(1, 20);
+        let mut last = Seq(0);
+        for n in 0..many {
+            last = engine.order(put(&format!("{round}.{n}"), "x")).unwrap();
+        }
+        engine.wait_durable(last, LONG).unwrap_or_else(|e| panic!("{loss:?} in round {round}: {e}"));
+        assert_eq!(proxy.lost(), round + 1, "nothing was lost in round {round}");
+    }
+    let (fence, ordered, state) = (engine.fence(), engine.ordered(), pairs(&engine));
+    drop(engine);
+    // Every batch is there once: the places go on without a gap, and the state is the same for whoever builds it anew.
+    let engine = lead(&sandbox.folder("fresh"), config(&url)).unwrap();
+    assert_eq!(engine.fence().0, fence.0 + 1, "somebody led in between");
+    assert_eq!(engine.ordered(), ordered);
+    assert!(pairs(&engine) == state);
+}
+
+#[test]
+fn the_state_is_built_anew_from_pairs_and_log_at_any_moment() {
+    let sandbox = Sandbox::new();
+    let database = Database::start(&sandbox);
+    let url = database.create("torchfs");
+    let small = PostgresConfig {
+        log_keep: Duration::ZERO,
+        fetch_bytes: 2000,
+        state_keys: 7,
+        engine: Config { checkpoint_keys: 40, ..Config::default() },
+        ..config(&url)
+    };
+    let mut rng = Rng::new(seed(71));
+    let mut model = BTreeMap::new();
+    for round in 0..12 {
+        // Now and then a leader begins with an empty folder, and leaders change folders.
+        let dir = match round % 4 {
+            3 => sandbox.folder(&format!("fresh-{round}")),
+            n => sandbox.folder(&format!("replica-{}", n % 2)),
+        };
+        let engine = lead(&dir, small.clone()).unwrap();
+        assert!(pairs(&engine) == model, "round {round}");
+        for _ in 0..rng.range(1, 300) {
+            let mut batch = Batch::at(1);
+            for _ in 0..rng.range(1, 4) {
+                let key = format!("k{}", rng.below(300)).into_bytes();
+                if rng.chance(1, 3) {
+                    model.remove(&key);
+                    batch.delete(key);
+                } else {
+                    let value = rng.bytes(20);
+                    model.insert(key.clone(), value.clone());
+                    batch.put(key, value);
+                }
+            }
+            engine.order(batch).unwrap();
+            if rng.chance(1, 60) {
+                engine.checkpoint().unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn a_standby_follows_and_leads_when_the_leader_gives_up_the_lead() {
+    let sandbox = Sandbox::new();
+    let database = Database::start(&sandbox);
+    let url = database.create("torchfs");
+    let leader = lead(&sandbox.folder("a"), config(&url)).unwrap();
+    let mut standby = Standby::open(sandbox.folder("b"), config(&url)).unwrap();
+    for n in 0..50 {
+        store(&leader, &format!("k{n:02}"), "v");
+    }
+    eventually("the standby to have it all", || {
+        assert_eq!(standby.follow().unwrap(), Turn::Follow, "it leads beside a living leader");
+        if standby.seen() == leader.durable() { Ok(()) } else { Err(format!("{}", standby.seen())) }
+    });
+    let (fence, incarnation, last) = (leader.fence(), leader.incarnation(), leader.ordered());
+    drop(leader);
+    assert_eq!(standby.follow().unwrap(), Turn::Lead, "a lead given up is not waited for");
+    let engine = standby.lead().unwrap().unwrap_or_else(|_| panic!("nobody else is there"));
+    assert!(engine.fence() > fence && engine.incarnation() > incarnation);
+    assert_eq!(engine.ordered(), last);
+    assert_eq!(pairs(&engine).len(), 50);
+    store(&engine, "more", "v");
+}
+
+#[test]
+fn an_old_leader_commits_nothing_after_a_takeover_and_knows_it() {
+    let sandbox = Sandbox::new();
+    let database = Database::start(&sandbox);
+    database.create("torchfs");
+    let direct = database.url("torchfs");
+    let proxy = Proxy::start(&database.address(), RECORD);
+    let url = format!("postgres://postgres@{}/torchfs", proxy.address());
+    let quick = |url: &str| PostgresConfig {
+        lease: Duration::from_millis(400),
+        margin: Duration::from_millis(100),
+        ..config(url)
+    };
+    // Ticks an hour apart: only the append finds out.
+    let old =
+        lead(&sandbox.folder("a"), PostgresConfig { lease: Duration::from_secs(5), ..quick(&url) }).unwrap();
+    let seq = store(&old, "k", "old");
+    // The database is told that the term was short, so that the takeover need not be waited for.
+    database.sql("torchfs", "UPDATE torchfs_head SET address = ''");
+    let new = lead(&sandbox.folder("b"), quick(&direct)).unwrap();
+    assert_eq!(new.ordered(), seq);
+    let doomed = old.order(put("k", "late")).unwrap();
+    let error = old.wait_durable(doomed, LONG).unwrap_err();
+    assert!(matches!(error, Error::Deposed { .. }), "{error}");
+    assert!(!old.leads());
+    assert!(matches!(old.order(put("k", "later")), Err(Error::Deposed { .. })));
+    assert_eq!(new.get(b"k").unwrap().as_deref(), Some(&b"old"[..]));
+    drop(old);
+    assert!(new.leads(), "an old leader's end took the lead away");
+    store(&new, "k", "new");
+    drop(new);
+    // The old leader's folder never held what was not durable, and goes on from there.
+    let again = lead(&sandbox.folder("a"), quick(&direct)).unwrap();
+    assert_eq!(again.get(b"k").unwrap().as_deref(), Some(&b"new"[..]));
+}
+
+#[test]
+fn a_lease_ends_with_the_connection_and_comes_back_with_it() {
+    let sandbox = Sandbox::new();
+    let mut database = Database::start(&sandbox);
+    let url = database.create("torchfs");
+    let quick = PostgresConfig { lease: Duration::from_millis(500), ..config(&url) };
+    let engine = lead(&sandbox.folder("a"), quick).unwrap();
+    store(&engine, "k", "1");
+    for how in ["connections cut", "paused", "stopped", "killed"] {
+        let seq =
+            match how {
+                "connections cut" => {
+                    database.cut_connections("torchfs");
+                    engine.order(put("k", how)).unwrap()
+                }
+                "paused" => {
+                    database.signal_all(libc::SIGSTOP);
+                    let seq = engine.order(put("k", how)).unwrap();
+                    eventually("the lease to end", || {
+                        if engine.leads() { Err("it leads".into()) } else { Ok(()) }
+                    });
+                    database.signal_all(libc::SIGCONT);
+                    seq
+                }
+                _ => {
+                    if how == "killed" {
+                        database.kill()
+                    } else {
+                        database.stop()
+                    }
+                    let seq = engine.order(put("k", how)).unwrap();
+                    eventually("the lease to end", || {
+                        if engine.leads() { Err("it leads".into()) } else { Ok(()) }
+                    });
+                    database.restart();
+                    seq
+                }
+            };
+        engine.wait_durable(seq, LONG).unwrap_or_else(|e| panic!("{how}: {e}"));
+        eventually("the lease to come back", || if engine.leads() { Ok(()) } else { Err("not yet".into()) });
+    }
+    drop(engine);
+    let engine = lead(&sandbox.folder("b"), config(&url)).unwrap();
+    assert_eq!(engine.get(b"k").unwrap().as_deref(), Some(&b"killed"[..]));
+}
+
+#[test]
+fn a_database_that_went_back_in_time_is_refused_with_a_sentence() {
+    let sandbox = Sandbox::new();
+    let mut database = Database::start(&sandbox);
+    let url = database.create("torchfs");
+    let dir = sandbox.folder("a");
+    let engine = lead(&dir, config(&url)).unwrap();
+    store(&engine, "k", "1");
+    drop(engine);
+    database.stop();
+    let old = database.copy_to("backup");
+    database.restart();
+    let engine = lead(&dir, config(&url)).unwrap();
+    for n in 0..10 {
+        store(&engine, "k", &n.to_string());
+    }
+    engine.checkpoint().unwrap();
+    // Under a running leader.
+    database.stop();
+    database.put_back(&old);
+    database.restart();
+    let seq = engine.order(put("k", "lost")).unwrap();
+    let error = engine.wait_durable(seq, LONG).unwrap_err().to_string();
+    assert!(error.contains("restored from an older state"), "{error}");
+    drop(engine);
+    // At the next start.
+    let refused = |what: &str| match Standby::open(&dir, config(&url)) {
+        Err(error @ Error::BackInTime { .. }) => {
+            let error = error.to_string();
+            assert!(error.contains("went back in time") && error.contains("remove their folders"), "{error}");
+        }
+        Err(error) => panic!("{what}: {error}"),
+        Ok(_) => panic!("{what}: a database that went back was taken"),
+    };
+    refused("right after");
+    // When another server has gone on from the old state, with as many batches and more.
+    let other = lead(&sandbox.folder("b"), config(&url)).unwrap();
+    for n in 0..20 {
+        store(&other, "k", &format!("other {n}"));
+    }
+    drop(other);
+    refused("after others went on");
+    // What the sentence says works.
+    std::fs::remove_dir_all(&dir).unwrap();
+    let engine = lead(&dir, config(&url)).unwrap();
+    assert_eq!(engine.get(b"k").unwrap().as_deref(), Some(&b"other 19"[..]));
+}
+
+#[test]
+fn the_writable_one_of_several_hosts_is_followed_without_losing_a_commit() {
+    let sandbox = Sandbox::new();
+    let mut primary = Database::start(&sandbox);
+    primary.create("torchfs");
+    let standby = primary.make_standby("pg_standby");
+    primary.wait_for_standby("pg_standby");
+    // The standby first: it answers, and takes no writes yet.
+    let url = format!("postgres://postgres@{},{}/torchfs", standby.address(), primary.address());
+    let engine = lead(&sandbox.folder("a"), config(&url)).unwrap();
+    std::thread::scope(|scope| {
+        let writing = scope.spawn(|| {
+            for n in 0..600 {
+                let seq = engine.order(put(&format!("k{n:04}"), "v")).unwrap();
+                if n % 5 == 0 {
+                    engine.wait_durable(seq, LONG).unwrap();
+                }
+            }
+            engine.wait_durable(engine.ordered(), LONG).unwrap();
+        });
+        eventually("some commits", || if engine.durable().0 > 50 { Ok(()) } else { Err("few".into()) });
+        primary.kill();
+        standby.promote();
+        writing.join().unwrap();
+    });
+    let state = pairs(&engine);
+    assert_eq!(state.len(), 600);
+    drop(engine);
+    let fresh = lead(&sandbox.folder("b"), config(&url)).unwrap();
+    assert!(pairs(&fresh) == state, "the promoted server knows another state");
+}
+
+#[test]
+fn urls_that_cannot_work_are_refused_with_a_sentence() {
+    let refused = |url: &str| torchfs_engine::postgres::check_url(url).unwrap_err().to_string();
+    assert!(refused("postgres://user:secret@host/db").contains("--pg-password-file"));
+    assert!(!refused("postgres://user:secret@host/db").contains("secret@"));
+    assert!(refused("postgres://host:port:x/db").contains("HOST1,HOST2"));
+    let sandbox = Sandbox::new();
+    let database = Database::start(&sandbox);
+    let missing =
+        Standby::open(sandbox.folder("a"), config(&database.url("nowhere"))).err().unwrap().to_string();
+    assert!(missing.contains("nowhere") && missing.contains("createdb"), "{missing}");
+}
