@@ -70,6 +70,13 @@ INSERT INTO torchfs_format VALUES (true, 1, 0, 0, CLUSTER) ON CONFLICT DO NOTHIN
 COMMIT;
 ";
 
+/// An empty log begins above fence, incarnation and place.
+pub const RAISE: &str = "
+WITH head AS (
+    UPDATE torchfs_head SET fence = greatest(fence, $1), incarnation = greatest(incarnation, $2), last_seq = $3::bigint
+    WHERE last_seq = 0 RETURNING last_seq)
+UPDATE torchfs_state SET applied = head.last_seq FROM head";
+
 /// Who made the tables.
 pub const FORMAT: &str = "SELECT version, must_know, cluster FROM torchfs_format";
 

@@ -81,6 +81,10 @@ impl Standby {
         let target = Target::new(&config)?;
         let mut session = Session::new(target.clone())?;
         let cluster = open_tables(&mut session, config.engine.cluster)?;
+        if let Some(floor) = config.engine.floor {
+            let (fence, seq) = (floor.fence.0 as i64, floor.seq.0 as i64);
+            session.execute(schema::RAISE, &[&fence, &i64::from(floor.incarnation.0), &seq])?;
+        }
         let (disk, replica) = open_folder(dir, &config.engine)?;
         if identity::Identity::load(&*disk)?.is_some() {
             return Err(Error::Database {
