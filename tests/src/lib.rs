@@ -16,6 +16,7 @@ pub mod cluster;
 pub mod database;
 pub mod ground;
 pub mod model;
+pub mod nursery;
 pub mod ports;
 pub mod powercut;
 pub mod process;

@@ -1,12 +1,12 @@
 //! One real process of the product, with its log kept in a file.
 
 use std::ffi::OsString;
-use std::fs::{File, OpenOptions};
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus};
 use std::time::Duration;
 
+use crate::nursery::{self, Nursling};
 use crate::sys;
 use crate::wait::within;
 
@@ -18,7 +18,7 @@ pub struct Proc {
     args: Vec<OsString>,
     env: Vec<(String, OsString)>,
     log: PathBuf,
-    child: Option<Child>,
+    child: Option<Nursling>,
 }
 
 impl Proc {
@@ -40,19 +40,12 @@ impl Proc {
         self
     }
 
-    /// Starts it. Its group is its own, so that a Ctrl-C at the tests does not look like a failure of the product.
+    /// Starts it.
     pub fn start(&mut self) {
         assert!(self.child.is_none(), "{} runs already", self.name);
-        let log = self.open_log();
-        let err = log.try_clone().expect("a descriptor can be cloned");
-        let child = Command::new(&self.program)
-            .args(&self.args)
-            .envs(self.env.iter().map(|(k, v)| (k, v)))
-            .stdin(Stdio::null())
-            .stdout(log)
-            .stderr(err)
-            .process_group(0)
-            .spawn()
+        let mut command = Command::new(&self.program);
+        command.args(&self.args).envs(self.env.iter().map(|(k, v)| (k, v)));
+        let child = nursery::start(&command, &self.log, &self.log)
             .unwrap_or_else(|e| panic!("cannot start {} ({}): {e}", self.name, self.program.display()));
         self.child = Some(child);
     }
@@ -64,7 +57,7 @@ impl Proc {
 
     /// Its process id while it runs.
     pub fn pid(&self) -> i32 {
-        self.child.as_ref().map_or_else(|| panic!("{} does not run", self.name), |c| c.id() as i32)
+        self.child.as_ref().map_or_else(|| panic!("{} does not run", self.name), Nursling::pid)
     }
 
     /// Everything it has said so far.
@@ -79,7 +72,7 @@ impl Proc {
 
     /// Whether it runs.
     pub fn running(&mut self) -> bool {
-        self.child.as_mut().is_some_and(|c| matches!(c.try_wait(), Ok(None)))
+        self.child.as_ref().is_some_and(|c| matches!(c.try_wait(), Ok(None)))
     }
 
     /// Sends a signal.
@@ -96,13 +89,20 @@ impl Proc {
     /// Sends the deadly signal and does not wait.
     pub fn kill_soon(&self) {
         if let Some(child) = &self.child {
-            sys::kill(child.id() as i32, libc::SIGKILL);
+            sys::kill(child.pid(), libc::SIGKILL);
         }
     }
 
-    /// Waits for a process that has been told to end.
+    /// Waits for a process that has been told to end; `None` if none was started.
     pub fn reap(&mut self) -> Option<ExitStatus> {
-        self.child.take().map(|mut c| c.wait().expect("a child can be waited for"))
+        let child = self.child.take()?;
+        loop {
+            match child.try_wait() {
+                Ok(None) => std::thread::sleep(Duration::from_millis(1)),
+                Ok(status) => return status,
+                Err(_) => return None,
+            }
+        }
     }
 
     /// Asks it to end and expects that it does so, with status 0, in good time.
@@ -122,21 +122,16 @@ impl Proc {
     /// Waits for its end, at most a minute and a half.
     #[track_caller]
     pub fn wait_end(&mut self) -> ExitStatus {
-        let mut child = self.child.take().unwrap_or_else(|| panic!("{} does not run", self.name));
+        let child = self.child.take().unwrap_or_else(|| panic!("{} does not run", self.name));
         let ended = within(Duration::from_secs(90), || match child.try_wait() {
             Ok(Some(status)) => Ok(status),
             other => Err(format!("{other:?}")),
         });
         ended.unwrap_or_else(|_| {
-            let stacks = sys::stacks(child.id() as i32);
-            child.kill().ok();
-            child.wait().ok();
+            let stacks = sys::stacks(child.pid());
+            sys::kill(child.pid(), libc::SIGKILL);
             panic!("{} did not end by itself\n{stacks}\n{}", self.name, self.log())
         })
-    }
-
-    fn open_log(&self) -> File {
-        OpenOptions::new().create(true).append(true).open(&self.log).expect("the sandbox takes files")
     }
 }
 

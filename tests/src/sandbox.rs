@@ -38,6 +38,7 @@ struct Watch {
 impl Sandbox {
     /// Makes the folder of the running test.
     pub fn new() -> Arc<Sandbox> {
+        crate::nursery::open();
         static SWEEP: Once = Once::new();
         static NEXT: AtomicU32 = AtomicU32::new(0);
         SWEEP.call_once(sweep);

@@ -1,13 +1,11 @@
 //! Running other programs with a deadline and with everything they said in the failure.
 
 use std::ffi::OsStr;
-use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Command, Output, Stdio};
-use std::sync::mpsc;
-use std::time::Duration;
+use std::process::Command;
+use std::time::{Duration, Instant};
 
-use crate::sys;
+use crate::{nursery, sys};
 
 /// What a program did.
 #[derive(Debug)]
@@ -64,29 +62,24 @@ pub fn run_for(deadline: Duration, command: &mut Command) -> Ran {
         .map(OsStr::to_string_lossy)
         .collect::<Vec<_>>()
         .join(" ");
-    let child = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .process_group(0)
-        .spawn()
-        .unwrap_or_else(|e| panic!("cannot start {call}: {e}"));
-    let group = child.id() as i32;
-    let (send, receive) = mpsc::channel();
-    std::thread::spawn(move || send.send(child.wait_with_output()));
-    let output: Output = match receive.recv_timeout(deadline) {
-        Ok(output) => output.expect("a child can be waited for"),
-        Err(_) => {
-            sys::kill_group(group);
-            panic!("{call} was still running after {deadline:?}");
+    let said = tempfile::tempdir().expect("there is room for what a program says");
+    let (out, err) = (said.path().join("out"), said.path().join("err"));
+    let child = nursery::start(command, &out, &err).unwrap_or_else(|e| panic!("cannot start {call}: {e}"));
+    let started = Instant::now();
+    let mut pause = Duration::from_millis(1);
+    let status = loop {
+        match child.try_wait().expect("a child can be waited for") {
+            Some(status) => break status,
+            None if started.elapsed() < deadline => std::thread::sleep(pause),
+            None => {
+                sys::kill_group(child.pid());
+                panic!("{call} was still running after {deadline:?}");
+            }
         }
+        pause = (pause * 2).min(Duration::from_millis(20));
     };
-    Ran {
-        call,
-        code: output.status.code(),
-        out: String::from_utf8_lossy(&output.stdout).into_owned(),
-        err: String::from_utf8_lossy(&output.stderr).into_owned(),
-    }
+    let text = |path| String::from_utf8_lossy(&std::fs::read(path).unwrap_or_default()).into_owned();
+    Ran { call, code: status.code(), out: text(out), err: text(err) }
 }
 
 /// Runs a line of shell in a folder and expects it to succeed; gives what it printed.

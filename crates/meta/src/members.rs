@@ -191,7 +191,7 @@ impl Members {
         self.layouts.values().next_back().map_or(Scheme::Replicas(1), |layout| layout.scheme)
     }
 
-    /// (total, free) bytes of content that the servers have room for, redundancy taken off.
+    /// (total, free) bytes of content that the servers have room for, redundancy taken off; as far as they reported.
     pub fn room(&self) -> (u64, u64) {
         let up = || self.servers.values().filter(|server| server.up);
         let (total, free) = (up().map(|s| s.total).sum::<u64>(), up().map(|s| s.free).sum::<u64>());
@@ -203,6 +203,11 @@ impl Members {
                 (off(total), off(free))
             }
         }
+    }
+
+    /// Whether every server that counts as up has said what room it has since this service started.
+    pub fn all_reported(&self) -> bool {
+        self.servers.values().all(|server| !server.up || server.total > 0)
     }
 
     /// Every server that may hold a piece of this block.

@@ -201,7 +201,9 @@ impl Meta {
                 self.renew(state, id, now);
                 let (_, free) = state.members.room();
                 let sharing = state.sessions.len().max(1) as u64;
-                Done::Renewed { space: free / sharing, placement: state.members.version() }
+                // Just started: a full disk then shows in the put, as it does when space runs out between two reports.
+                let space = if state.members.all_reported() { free / sharing } else { u64::MAX };
+                Done::Renewed { space, placement: state.members.version() }
             }
             Op::CloseSession => {
                 self.end_session(state, id, "closed")?;
