@@ -94,8 +94,8 @@ impl BlockServer {
 
     async fn answer(self: Arc<Self>, op: Op, payload: Bytes) -> Result<Answer, Fault> {
         let reply = match op {
-            Op::Put { block, piece, layout, group_version: _, chunks } => {
-                let piece = NewPiece { block, piece, layout, first: 0, chunks, payload: vec![payload] };
+            Op::Put { block, piece, layout, group_version: _, chunks, first } => {
+                let piece = NewPiece { block, piece, layout, first, chunks, payload: vec![payload] };
                 self.put(piece).await?;
                 Reply::Done
             }

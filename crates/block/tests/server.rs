@@ -51,7 +51,8 @@ async fn put_chunks(
     chunks: Vec<ChunkInfo>,
     payload: Bytes,
 ) -> Result<(), Fault> {
-    let op = Op::Put { block: id(counter), piece: 0, layout: LayoutId(1), group_version: 0, chunks };
+    let op =
+        Op::Put { block: id(counter), piece: 0, layout: LayoutId(1), group_version: 0, chunks, first: 0 };
     ask(to, op, payload).await.map(|(reply, _)| assert_eq!(reply, Reply::Done))
 }
 

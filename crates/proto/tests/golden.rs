@@ -287,7 +287,8 @@ fn blocks(golden: &mut Golden) {
     use block::{Op, Reply, Request};
     let id = new_block().id;
     let chunks = vec![ChunkInfo::default()];
-    let put = Op::Put { block: id, piece: 1, layout: LayoutId(2), group_version: 1, chunks: chunks.clone() };
+    let (piece, layout) = (1, LayoutId(2));
+    let put = Op::Put { block: id, piece, layout, group_version: 1, chunks: chunks.clone(), first: 16 };
     for (label, op) in [
         ("put", put),
         ("get", Op::Get { block: id, piece: 1, first: 0, count: 64 }),

@@ -214,6 +214,7 @@ impl Blocks {
                 layout: put.layout,
                 group_version,
                 chunks: put.chunks.to_vec(),
+                first: 0,
             },
         };
         let until = put.until.min(Instant::now() + self.config.put_timeout);

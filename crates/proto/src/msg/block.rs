@@ -47,8 +47,11 @@ pub enum Op {
         /// The chunks in the payload.
         #[n(4)]
         chunks: Vec<ChunkInfo>,
+        /// The number under which the first of them is checksummed: 0 for a copy of the block, else as its code says.
+        #[n(5)]
+        first: u32,
     },
-    /// Fetch chunks `[first, first + count)` of a piece. Payload of the answer: the stored chunks.
+    /// Fetch chunks `[first, first + count)` of a piece, counted within the piece. Payload of the answer: the stored chunks.
     #[n(1)]
     Get {
         /// The block.
