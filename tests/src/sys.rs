@@ -199,6 +199,14 @@ pub fn open(path: &Path, flags: i32, mode: u32) -> io::Result<File> {
     }
 }
 
+/// Gives an open file a name.
+pub fn link_open(file: &File, path: &Path) -> io::Result<()> {
+    let (from, to) = (c(Path::new(&format!("/proc/self/fd/{}", file.as_raw_fd()))), c(path));
+    let (here, follow) = (libc::AT_FDCWD, libc::AT_SYMLINK_FOLLOW);
+    // SAFETY: both are zero-terminated.
+    check(unsafe { libc::linkat(here, from.as_ptr(), here, to.as_ptr(), follow) }.into()).map(drop)
+}
+
 /// Closes a file and says what the file system said about it, which dropping does not.
 pub fn close(file: File) -> io::Result<()> {
     // SAFETY: the descriptor is given up by its owner and closed once.

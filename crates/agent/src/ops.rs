@@ -307,11 +307,23 @@ async fn lookup(vfs: &Vfs, parent: Ino, name: &[u8]) -> Outcome {
     })
 }
 
+/// `.` and `..` come first, at positions 1 and 2; what the service lists follows, each cookie moved up by as many.
+const DOTS: [&[u8]; 2] = [b".", b".."];
+/// What the kernel takes for an inode number that nobody knows.
+const UNKNOWN_INO: u64 = 0xffff_ffff;
+
 /// Fills a listing. Rows that would not fit would have to be fetched again, so each time only as many are taken as
 /// fit even with the longest names.
 async fn readdir(vfs: &Vfs, ino: Ino, fh: u64, offset: u64, size: u32, plus: bool) -> Outcome {
     let mut listing = Listing::new(size);
-    let mut cookie = offset;
+    for (position, name) in (1..).zip(DOTS).filter(|(position, _)| *position > offset) {
+        let number = if position == 1 || ino == Ino::ROOT { ino.0 } else { UNKNOWN_INO };
+        if !push(&mut listing, plus, &Entry::default(), number, position, Kind::Dir.mode_bits(), name) {
+            return Ok(Reply::listing(listing));
+        }
+    }
+    let dots = DOTS.len() as u64;
+    let mut cookie = offset.saturating_sub(dots);
     loop {
         let room = listing.room(plus, attr::NAME_MAX);
         if room == 0 && !listing.is_empty() {
@@ -325,23 +337,33 @@ async fn readdir(vfs: &Vfs, ino: Ino, fh: u64, offset: u64, size: u32, plus: boo
             Err(fault) => return Err(fault),
         };
         for item in items {
-            let kind = item.kind.mode_bits();
-            let fits = if plus {
-                // Without a node id the kernel takes only the name.
-                let entry = item.node.as_ref().map(|(node, ttl)| to_entry(node, *ttl)).unwrap_or_default();
-                let fits = listing.push_plus(&entry, item.ino.0, item.cookie, kind, &item.name);
-                if fits && entry.nodeid != 0 {
-                    vfs.referenced(item.ino);
-                }
-                fits
-            } else {
-                listing.push(item.ino.0, item.cookie, kind, &item.name)
-            };
-            if !fits {
+            // Without a node id the kernel takes only the name.
+            let entry = item.node.as_ref().map(|(node, ttl)| to_entry(node, *ttl)).unwrap_or_default();
+            let next = item.cookie + dots;
+            if !push(&mut listing, plus, &entry, item.ino.0, next, item.kind.mode_bits(), &item.name) {
                 return Ok(Reply::listing(listing));
+            }
+            if plus && entry.nodeid != 0 {
+                vfs.referenced(item.ino);
             }
             cookie = item.cookie;
         }
+    }
+}
+
+/// Adds a row of either kind; `false` if it does not fit.
+fn push(
+    listing: &mut Listing,
+    plus: bool,
+    entry: &Entry,
+    ino: u64,
+    next: u64,
+    kind: u32,
+    name: &[u8],
+) -> bool {
+    match plus {
+        true => listing.push_plus(entry, ino, next, kind, name),
+        false => listing.push(ino, next, kind, name),
     }
 }
 

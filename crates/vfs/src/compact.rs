@@ -1,21 +1,25 @@
 //! Compaction: a file that many small writes left in many small extents is rewritten when it has been quiet for a while.
 //!
-//! Neighbouring extents are read, put together as one block, and committed on the condition that exactly these extents
+//! Extents that follow each other are read, put together as one block, and committed on the condition that exactly these
 //! are still there; otherwise somebody wrote, and the work was in vain. Only done under the right to write that is held
 //! anyway: it never takes a lease from anybody.
 
+use std::collections::HashSet;
+use std::ops::Range;
 use std::sync::Arc;
 
 use torchfs_proto::extent::{Extent, RangeOp, Source};
-use torchfs_proto::msg::meta::{Commit, lease};
+use torchfs_proto::msg::meta::{COMMIT_RANGES_MAX, Commit, lease};
 use torchfs_proto::{Ino, Result};
 
 use crate::commit::source_of;
 use crate::node::Inode;
 use crate::{Vfs, metrics};
 
-/// At least so many extents become one.
+/// At least so many blocks become one.
 const GROUP_MIN: usize = 4;
+/// At most so many extents are named in one commit.
+const GROUP_MAX: usize = COMMIT_RANGES_MAX / 2;
 
 impl Vfs {
     /// Begins to compact the fragmented files that have been quiet for long enough.
@@ -76,18 +80,26 @@ impl Vfs {
             && self.0.meta.holds(node.ino, lease::WRITE).is_some()
     }
 
-    /// Makes one extent of several.
+    /// Brings the bytes of several extents into one block.
     async fn merge(&self, node: &Arc<Inode>, group: Vec<Extent>) -> Result<()> {
-        let (Some(first), Some(last)) = (group.first(), group.last()) else { return Ok(()) };
-        let range = first.offset..last.offset + last.len;
         let asked = self.asked();
-        let parts = self.read_node(node, range.clone(), None).await?;
-        let len = range.end - range.start;
-        if parts.iter().map(|part| part.len() as u64).sum::<u64>() != len {
-            return Ok(());
+        let runs = runs(&group);
+        let mut parts = Vec::new();
+        for run in &runs {
+            let read = self.read_node(node, run.clone(), None).await?;
+            if read.iter().map(|part| part.len() as u64).sum::<u64>() != run.end - run.start {
+                return Ok(());
+            }
+            parts.extend(read);
         }
         let block = self.put_block(parts).await?;
-        let ranges = vec![RangeOp::Write { offset: range.start, len, source: source_of(&block, 0) }];
+        let mut at = 0;
+        let mut ranges = Vec::with_capacity(runs.len());
+        for run in runs {
+            let len = run.end - run.start;
+            ranges.push(RangeOp::Write { offset: run.start, len, source: source_of(&block, at) });
+            at += len as u32;
+        }
         let commit = Commit {
             ino: node.ino,
             grant: 0,
@@ -103,30 +115,60 @@ impl Vfs {
     }
 }
 
-/// Rows of neighbouring extents that fit into one block and are worth it.
+/// Rows of extents, holes between them or not, that fit into one block and come from several.
 fn groups(extents: &[Extent], most: u64) -> Vec<Vec<Extent>> {
     let mut groups = Vec::new();
     let mut group: Vec<Extent> = Vec::new();
     let mut len = 0;
     let mut close = |group: &mut Vec<Extent>| {
-        if group.len() >= GROUP_MIN {
-            groups.push(std::mem::take(group));
+        let group = std::mem::take(group);
+        if sources(&group) >= GROUP_MIN {
+            groups.push(group);
         }
-        group.clear();
     };
-    for extent in extents {
-        let follows = group.last().is_none_or(|last| last.offset + last.len == extent.offset);
-        if extent.source == Source::Hole || !follows || len + extent.len > most {
+    for extent in extents.iter().filter(|extent| extent.source != Source::Hole) {
+        if len + extent.len > most || group.len() >= GROUP_MAX {
             close(&mut group);
             len = 0;
         }
-        if extent.source != Source::Hole && extent.len < most {
+        if extent.len < most {
             len += extent.len;
             group.push(extent.clone());
+        } else {
+            close(&mut group);
+            len = 0;
         }
     }
     close(&mut group);
     groups
+}
+
+/// From how many blocks a read of these extents has to fetch; contents that sit inline count as one each.
+fn sources(group: &[Extent]) -> usize {
+    let mut blocks = HashSet::new();
+    let inline = group
+        .iter()
+        .filter(|extent| match &extent.source {
+            Source::Block { id, .. } => {
+                blocks.insert(*id);
+                false
+            }
+            _ => true,
+        })
+        .count();
+    inline + blocks.len()
+}
+
+/// The ranges of the file that extents cover, neighbours joined.
+fn runs(group: &[Extent]) -> Vec<Range<u64>> {
+    let mut runs: Vec<Range<u64>> = Vec::new();
+    for extent in group {
+        match runs.last_mut() {
+            Some(run) if run.end == extent.offset => run.end += extent.len,
+            _ => runs.push(extent.offset..extent.offset + extent.len),
+        }
+    }
+    runs
 }
 
 #[cfg(test)]
@@ -138,12 +180,27 @@ mod tests {
     }
 
     #[test]
-    fn only_neighbours_that_fit_a_block_are_merged() {
+    fn extents_that_fit_a_block_are_gathered_over_holes() {
         let mut extents: Vec<Extent> = (0..6).map(|i| small(i * 10, 10)).collect();
         extents.push(small(1000, 10));
         extents.extend((0..9).map(|i| small(2000 + i * 10, 10)));
         let groups = groups(&extents, 50);
         let shape: Vec<(u64, usize)> = groups.iter().map(|group| (group[0].offset, group.len())).collect();
-        assert_eq!(shape, [(0, 5), (2000, 5), (2050, 4)]);
+        assert_eq!(shape, [(0, 5), (50, 5), (2030, 5)]);
+        assert_eq!(runs(&groups[1]), [50..60, 1000..1010, 2000..2030]);
+    }
+
+    #[test]
+    fn what_lies_in_one_block_already_is_left_alone() {
+        let source = |n: u32| Source::Block {
+            id: torchfs_proto::BlockId { incarnation: 1, counter: 7 },
+            offset: n * 10,
+            block_len: 500,
+            layout: torchfs_proto::LayoutId(1),
+            substitutes: Vec::new(),
+        };
+        let extents: Vec<Extent> =
+            (0..9).map(|n| Extent { offset: u64::from(n) * 20, len: 10, source: source(n) }).collect();
+        assert!(groups(&extents, 500).is_empty());
     }
 }

@@ -24,10 +24,17 @@ impl Vfs {
     }
 
     /// Takes or releases a lock.
-    pub async fn setlk(&self, ino: Ino, _fh: Fh, lock: FileLock, wait: bool) -> Result<()> {
+    pub async fn setlk(&self, ino: Ino, fh: Fh, lock: FileLock, wait: bool) -> Result<()> {
         let node = self.node(ino);
         if lock.ty == LockType::Unlock {
             return self.unlock(node, lock).await;
+        }
+        if lock.kind == LockKind::Posix {
+            let handle = self.handle(fh)?;
+            let mut lockers = handle.lockers.lock();
+            if !lockers.contains(&lock.owner) {
+                lockers.push(lock.owner);
+            }
         }
         {
             // Noted before it is asked for: whoever closes the file unlocks what is noted.

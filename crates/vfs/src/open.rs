@@ -37,6 +37,9 @@ pub(crate) struct Handle {
     wrote: AtomicBool,
     pub(crate) ahead: Mutex<ReadAhead>,
     pub(crate) listing: Mutex<Listing>,
+    /// Owners that took fcntl locks through this handle and have not closed it. When it goes, those left are the handle's
+    /// own (open file description locks): the kernel names no owner for them.
+    pub(crate) lockers: Mutex<Vec<u64>>,
 }
 
 impl Handle {
@@ -66,6 +69,7 @@ impl Vfs {
         } else {
             Ok(())
         };
+        handle.lockers.lock().retain(|owner| *owner != lock_owner);
         let unlocked = self.drop_locks(ino, LockKind::Posix, lock_owner).await;
         published.and(handle.check()).and(unlocked)
     }
@@ -80,9 +84,11 @@ impl Vfs {
     /// The last descriptor is closed.
     pub async fn release(&self, ino: Ino, fh: Fh, flock_owner: Option<u64>) {
         let Some(handle) = self.0.handles.write().remove(&fh) else { return };
-        if let Some(owner) = flock_owner {
+        let lockers = std::mem::take(&mut *handle.lockers.lock());
+        let flock = flock_owner.map(|owner| (LockKind::Flock, owner));
+        for (kind, owner) in lockers.into_iter().map(|owner| (LockKind::Posix, owner)).chain(flock) {
             // The descriptor is gone: there is nobody left to tell, and the service ends locks with the session.
-            let _ = self.drop_locks(ino, LockKind::Flock, owner).await;
+            let _ = self.drop_locks(ino, kind, owner).await;
         }
         self.closed(&handle.node, handle.writes);
     }
@@ -109,6 +115,7 @@ impl Vfs {
             wrote: AtomicBool::new(false),
             ahead: Mutex::default(),
             listing: Mutex::default(),
+            lockers: Mutex::default(),
         };
         self.0.handles.write().insert(fh, Arc::new(handle));
         fh
@@ -137,7 +144,8 @@ impl Vfs {
             }
             let mut state = node.lock();
             if state.gone {
-                return Err(Fault::new(Code::NotFound, format!("inode {} was removed", node.ino)));
+                // Stale, not absent: the kernel then looks the name up again, and finds what replaced it.
+                return Err(Fault::new(Code::Stale, format!("inode {} was removed", node.ino)));
             }
             // A removal that began meanwhile told the service that nobody here has it open.
             if state.leaving > 0 {

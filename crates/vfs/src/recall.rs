@@ -43,9 +43,13 @@ impl Keeper for Inner {
             state.handles > 0
         };
         if !open {
-            vfs.discard(&node);
-            node.lock().gone = true;
-            self.meta.release(ino);
+            // A program that found the name a moment ago may be about to open what was behind it.
+            self.meta.spawn(async move {
+                // The first may come at once.
+                vfs.0.tick.listen().await;
+                vfs.0.tick.listen().await;
+                vfs.let_go(&node);
+            });
         }
         self.host.invalidate_attr(ino);
     }
@@ -97,6 +101,19 @@ impl Keeper for Inner {
 }
 
 impl Vfs {
+    /// Gives up an inode without a name, unless somebody has it open by now; then its last handle does so.
+    fn let_go(&self, node: &Arc<Inode>) {
+        {
+            let mut state = node.lock();
+            if state.handles > 0 || state.gone {
+                return;
+            }
+            state.gone = true;
+        }
+        self.discard(node);
+        self.0.meta.release(node.ino);
+    }
+
     /// Serves a recall; tells whether the file is still open for writing here.
     async fn honour(&self, node: &Arc<Inode>, bits: u8, names: Vec<Raw>) -> bool {
         let deadline = Instant::now() + self.0.config.settle_max;

@@ -311,13 +311,21 @@ fn fifos_sockets_and_devices_work() {
 }
 
 #[test]
-fn unnamed_temporary_files_are_refused() {
-    let mut ground = Ground::new();
-    if ground.up().is_none() {
-        return;
-    }
-    let refused = sys::open(ground.root(), libc::O_TMPFILE | libc::O_RDWR, 0o600);
-    assert_eq!(errno(refused), libc::EOPNOTSUPP);
+fn unnamed_temporary_files_can_be_given_a_name() {
+    let ground = Ground::new();
+    let file = sys::open(ground.root(), libc::O_TMPFILE | libc::O_RDWR, 0o600).unwrap();
+    file.write_all_at(b"no name yet", 0).unwrap();
+    assert_eq!(file.metadata().unwrap().nlink(), 0);
+    assert_eq!(fs::read_dir(ground.root()).unwrap().count(), 0);
+    sys::link_open(&file, &ground.at("named")).unwrap();
+    assert_eq!(file.metadata().unwrap().nlink(), 1);
+    drop(file);
+    assert_eq!(fs::read_to_string(ground.at("named")).unwrap(), "no name yet");
+    // One that never gets a name is gone with its handle.
+    let lost = sys::open(ground.root(), libc::O_TMPFILE | libc::O_RDWR, 0o600).unwrap();
+    lost.write_all_at(b"gone soon", 0).unwrap();
+    drop(lost);
+    assert_eq!(fs::read_dir(ground.root()).unwrap().count(), 1);
 }
 
 #[test]

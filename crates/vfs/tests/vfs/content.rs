@@ -187,7 +187,7 @@ fn an_unlinked_file_stays_usable_until_it_is_closed() {
         let bytes = read(&vfs, ino, opened.fh, 0, 1 << 20).await;
         assert_eq!((bytes.len(), bytes[0], bytes[149_999]), (150_000, 1, 2));
         close(&vfs, ino, opened.fh).await;
-        assert_eq!(vfs.open(ino, 0).await.map_err(|f| f.code), Err(Code::NotFound));
+        assert_eq!(vfs.open(ino, 0).await.map_err(|f| f.code), Err(Code::Stale));
         vfs.shutdown().await.unwrap();
         assert_eq!(world.problems().await, Vec::<String>::new());
     });
