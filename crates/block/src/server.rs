@@ -134,6 +134,9 @@ impl BlockServer {
                 self.readers.run(move || store.verify(block, piece)).await??;
                 Reply::Done
             }
+            Op::Missing { .. } | Op::Pull { .. } | Op::Drop { .. } | Op::Scrub { .. } | Op::Sessions => {
+                return Err(Fault::new(Code::Unsupported, "this data server cannot repair yet"));
+            }
         };
         Ok(Answer::new(msg::encode(&reply)))
     }

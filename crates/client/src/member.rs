@@ -110,7 +110,7 @@ async fn report(leader: &Leader, figures: &Figures, tell: &watch::Sender<Option<
     loop {
         let beat = beat(figures, *tell.borrow());
         let result = match leader.ask(Op::Heartbeat(beat)).await {
-            Ok(Done::Joined { server, cluster }) => Ok(Identity { server, cluster }),
+            Ok(Done::Joined { server, cluster, .. }) => Ok(Identity { server, cluster }),
             Ok(other) => Err(unexpected("Heartbeat", &other)),
             Err(fault) => Err(fault),
         };

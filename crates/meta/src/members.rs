@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use torchfs_proto::layout::{Layout, Placement, Scheme, ServerInfo};
+use torchfs_proto::layout::{Layout, Placement, Scheme, ServerInfo, ServerState};
 use torchfs_proto::msg::meta::Heartbeat;
 use torchfs_proto::record::{self, LayoutRecord};
 use torchfs_proto::{BlockId, ClusterId, Code, Fault, LayoutId, Result, ServerId, key};
@@ -109,6 +109,12 @@ impl Members {
                     store: beat.store,
                     addr: beat.addr.clone(),
                     zone: beat.zone.clone(),
+                    state: ServerState::Up,
+                    draining: false,
+                    total: 0,
+                    disks: Vec::new(),
+                    down_since: None,
+                    reconcile: false,
                 }
             }
         };
@@ -172,8 +178,16 @@ impl Members {
             used: server.used,
             pieces: server.pieces,
             zone: server.record.zone.clone(),
+            state: if server.up { ServerState::Up } else { ServerState::Down },
+            ..ServerInfo::default()
         };
         self.servers.values().map(info).collect()
+    }
+
+    /// The version of each group of each layout.
+    pub fn group_versions(&self) -> Vec<(LayoutId, Vec<u32>)> {
+        let versions = |layout: &Layout| layout.groups.iter().map(|group| group.version).collect();
+        self.layouts.values().map(|layout| (layout.id, versions(layout))).collect()
     }
 
     /// The version of the table.

@@ -88,5 +88,14 @@ fn name(op: &Op) -> &'static str {
         Op::KnownBlocks { .. } => "known_blocks",
         Op::ListBlocks { .. } => "list_blocks",
         Op::Collect => "collect",
+        Op::SetPolicy { .. } => "set_policy",
+        Op::Volume(_) => "volume",
+        Op::Drain { .. } => "drain",
+        Op::RemoveServer { .. } => "remove_server",
+        Op::Rebalance { .. } => "rebalance",
+        Op::Scrub { .. } => "scrub",
+        Op::Repair { .. } => "repair",
+        Op::ReportBad { .. } => "report_bad",
+        Op::Top => "top",
     }
 }

@@ -24,11 +24,11 @@ pub fn layout(id: LayoutId, scheme: Scheme, servers: &[ServerId], groups: u32) -
     let group = |g: usize| Group {
         version: 1,
         servers: (0..scheme.width()).map(|piece| servers[(g + piece) % servers.len()]).collect(),
-        moving_to: Vec::new(),
+        ..Group::default()
     };
     let groups =
         if servers.is_empty() { Vec::new() } else { (0..groups.max(1) as usize).map(group).collect() };
-    Layout { id, scheme, groups }
+    Layout { id, scheme, groups, asked: None, replaced_by: None }
 }
 
 /// A scheme for people.
@@ -50,7 +50,7 @@ mod tests {
         let table: Vec<Vec<u32>> =
             made.groups.iter().map(|group| group.servers.iter().map(|s| s.0).collect()).collect();
         assert_eq!(table, [[1, 2], [2, 3], [3, 1], [1, 2], [2, 3]]);
-        let golden = "8304820081028583018201028083018202038083018203018083018201028083018202038\u{30}";
+        let golden = "83048200810285840182010280f4840182020380f4840182030180f4840182010280f4840182020380f4";
         let bytes: String = torchfs_proto::msg::encode(&made).iter().map(|b| format!("{b:02x}")).collect();
         assert_eq!(bytes, golden);
     }

@@ -141,6 +141,9 @@ pub struct Attr {
     /// Distinguishes lives of one inode number; numbers are not reused, so it is 1.
     #[n(16)]
     pub generation: u64,
+    /// Layout of new blocks, where it differs from the volume's; see [`crate::layout::Placement::current`].
+    #[n(17)]
+    pub layout: Option<crate::LayoutId>,
 }
 
 /// Bits of [`Attr::flags`].

@@ -97,7 +97,7 @@ impl From<&NewBlock> for BlockRef {
 }
 
 /// A block that a commit names for the first time.
-#[derive(Clone, PartialEq, Eq, Debug, Encode, Decode)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Encode, Decode)]
 pub struct NewBlock {
     /// Its id, from a live range of the session.
     #[n(0)]
@@ -108,12 +108,17 @@ pub struct NewBlock {
     /// Its layout.
     #[n(2)]
     pub layout: LayoutId,
-    /// Pieces that were put on other servers than the group's.
+    /// Pieces that were put on other servers than the group's. In a commit `servers` counts if it is there.
     #[n(3)]
     pub substitutes: Vec<(u8, ServerId)>,
     /// Bytes on disk after compression, all pieces.
     #[n(4)]
     pub stored: u64,
+    /// In a commit: where each piece really is, `servers[i]` has piece `i`. The service compares it with the group's target
+    /// of that moment and records what differs; so a put under an old table is recorded as exactly as any other.
+    #[n(5)]
+    #[cbor(default)]
+    pub servers: Vec<ServerId>,
 }
 
 /// One change of a file's content; a commit is a row of them, applied in order.

@@ -32,6 +32,8 @@ pub enum Space {
     ClusterCounters = 0x05,
     /// Wall time of batches, sparse.
     BatchTime = 0x06,
+    /// How repair goes on (cluster).
+    Repair = 0x08,
     /// What a volume counts.
     Counters = 0x10,
     /// Inodes.
@@ -68,13 +70,14 @@ pub enum Space {
 
 impl Space {
     /// Every space there is.
-    pub const ALL: [Space; 22] = [
+    pub const ALL: [Space; 23] = [
         Space::Format,
         Space::Volume,
         Space::Server,
         Space::Layout,
         Space::ClusterCounters,
         Space::BatchTime,
+        Space::Repair,
         Space::Counters,
         Space::Inode,
         Space::Entry,
@@ -178,6 +181,11 @@ pub fn cluster_counters() -> Vec<u8> {
 /// When a batch was decided.
 pub fn batch_time(volume: VolumeId, seq: Seq) -> Vec<u8> {
     Writer::new(volume, Space::BatchTime, 8).u64(seq.0).0
+}
+
+/// How repair goes on.
+pub fn repair() -> Vec<u8> {
+    space(CLUSTER, Space::Repair)
 }
 
 /// What a volume counts.

@@ -3,9 +3,12 @@
 //! The table is explicit and versioned: which group a block falls into depends on its id alone, which servers hold a
 //! group is written down, and nothing is computed by a hash that a compiler or version could change.
 
+use std::fmt;
+use std::str::FromStr;
+
 use minicbor::{Decode, Encode};
 
-use crate::{BlockId, LayoutId, ServerId};
+use crate::{BlockId, Code, Fault, LayoutId, Result, ServerId};
 
 /// How a block is made redundant.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Encode, Decode)]
@@ -33,10 +36,59 @@ impl Scheme {
             Scheme::Ec { data, parity } => usize::from(data) + usize::from(parity),
         }
     }
+
+    /// How many pieces may be lost without losing bytes.
+    pub fn tolerates(self) -> usize {
+        match self {
+            Scheme::Replicas(n) => usize::from(n).saturating_sub(1),
+            Scheme::Ec { parity, .. } => usize::from(parity),
+        }
+    }
+}
+
+/// As people write it: `replicas:3`, `ec:4+2`.
+impl fmt::Display for Scheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Scheme::Replicas(n) => write!(f, "replicas:{n}"),
+            Scheme::Ec { data, parity } => write!(f, "ec:{data}+{parity}"),
+        }
+    }
+}
+
+impl FromStr for Scheme {
+    type Err = Fault;
+
+    fn from_str(text: &str) -> Result<Scheme> {
+        let bad = || {
+            Fault::new(Code::Invalid, format!("`{text}` is no redundancy"))
+                .next("write replicas:N with N from 1 to 8, or ec:K+M with K from 2 to 16 and M from 1 to 8")
+        };
+        let scheme = match text.split_once(':') {
+            Some(("replicas", n)) => Scheme::Replicas(n.parse().map_err(|_| bad())?),
+            Some(("ec", shape)) => {
+                let (data, parity) = shape.split_once('+').ok_or_else(bad)?;
+                let number = |text: &str| text.parse().map_err(|_| bad());
+                Scheme::Ec { data: number(data)?, parity: number(parity)? }
+            }
+            _ => return Err(bad()),
+        };
+        if scheme.is_sound() { Ok(scheme) } else { Err(bad()) }
+    }
+}
+
+impl Scheme {
+    /// Whether its numbers are within the bounds that are served.
+    pub fn is_sound(self) -> bool {
+        match self {
+            Scheme::Replicas(n) => (1..=8).contains(&n),
+            Scheme::Ec { data, parity } => (2..=16).contains(&data) && (1..=8).contains(&parity),
+        }
+    }
 }
 
 /// One placement group: piece `i` of its blocks lives on `servers[i]`.
-#[derive(Clone, PartialEq, Eq, Debug, Encode, Decode)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Encode, Decode)]
 pub struct Group {
     /// Rises with every edit of the group; puts carry it and servers refuse older ones.
     #[n(0)]
@@ -44,9 +96,21 @@ pub struct Group {
     /// The group's servers in the order of pieces.
     #[n(1)]
     pub servers: Vec<ServerId>,
-    /// While the group moves: the servers it moves to, written as well and read as well.
+    /// While the group moves: the servers it moves to, in the order of pieces. New pieces are put there; old ones are read
+    /// from either until the group has moved.
     #[n(2)]
     pub moving_to: Vec<ServerId>,
+    /// Pieces may be missing from the target: repair has to look.
+    #[n(3)]
+    #[cbor(default)]
+    pub dirty: bool,
+}
+
+impl Group {
+    /// Where new pieces belong: piece `i` on `target()[i]`.
+    pub fn target(&self) -> &[ServerId] {
+        if self.moving_to.is_empty() { &self.servers } else { &self.moving_to }
+    }
 }
 
 /// A scheme with its groups.
@@ -61,6 +125,12 @@ pub struct Layout {
     /// Placement groups; never empty.
     #[n(2)]
     pub groups: Vec<Group>,
+    /// The redundancy that was asked for; `scheme` is less where there were too few servers. None: the cluster's default.
+    #[n(3)]
+    pub asked: Option<Scheme>,
+    /// New blocks go to this layout instead, since more servers have joined.
+    #[n(4)]
+    pub replaced_by: Option<LayoutId>,
 }
 
 impl Layout {
@@ -70,8 +140,87 @@ impl Layout {
     }
 }
 
+/// Whether a data server is heard of.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default, Encode, Decode)]
+#[cbor(index_only)]
+pub enum ServerState {
+    /// It sent a heartbeat lately.
+    #[default]
+    #[n(0)]
+    Up,
+    /// A heartbeat is overdue; it is still used.
+    #[n(1)]
+    Suspected,
+    /// Silent for too long: writers choose substitutes, readers other sources.
+    #[n(2)]
+    Down,
+    /// Down for so long that its groups move to others.
+    #[n(3)]
+    Out,
+}
+
+impl fmt::Display for ServerState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ServerState::Up => "up",
+            ServerState::Suspected => "suspected",
+            ServerState::Down => "down",
+            ServerState::Out => "out",
+        })
+    }
+}
+
+/// One disk of a data server.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Encode, Decode)]
+pub struct DiskInfo {
+    /// Drawn at random by its store when made.
+    #[n(0)]
+    pub id: u64,
+    /// Its folder, for people.
+    #[n(1)]
+    pub path: String,
+    /// Bytes in all.
+    #[n(2)]
+    pub total: u64,
+    /// Bytes free for pieces.
+    #[n(3)]
+    pub free: u64,
+    /// Bytes that pieces take.
+    #[n(4)]
+    pub used: u64,
+    /// Pieces held.
+    #[n(5)]
+    pub pieces: u64,
+    /// It failed and is not used any more: its pieces are missing.
+    #[n(6)]
+    pub failed: bool,
+    /// What happened to it; empty while it works.
+    #[n(7)]
+    pub fault: String,
+}
+
+/// What a data server does: since its start in a heartbeat, per second in a report.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Encode, Decode)]
+pub struct Load {
+    /// Pieces read.
+    #[n(0)]
+    pub gets: u64,
+    /// Pieces stored.
+    #[n(1)]
+    pub puts: u64,
+    /// Bytes sent.
+    #[n(2)]
+    pub read_bytes: u64,
+    /// Bytes stored.
+    #[n(3)]
+    pub written_bytes: u64,
+    /// Requests that wait right now.
+    #[n(4)]
+    pub waiting: u64,
+}
+
 /// A data server as clients need to know it.
-#[derive(Clone, PartialEq, Eq, Debug, Encode, Decode)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Encode, Decode)]
 pub struct ServerInfo {
     /// Its number.
     #[n(0)]
@@ -97,6 +246,30 @@ pub struct ServerInfo {
     /// Failure domain; may be empty.
     #[n(7)]
     pub zone: String,
+    /// Whether it is heard of.
+    #[n(8)]
+    #[cbor(default)]
+    pub state: ServerState,
+    /// An administrator wants it emptied: its groups move to others.
+    #[n(9)]
+    #[cbor(default)]
+    pub draining: bool,
+    /// Places in groups that name it, old and new ones; 0 for a server that is drained.
+    #[n(10)]
+    #[cbor(default)]
+    pub groups: u32,
+    /// Pieces that it should hold and does not, as far as known. Only in reports.
+    #[n(11)]
+    #[cbor(default)]
+    pub to_repair: u64,
+    /// Its disks. Only in reports.
+    #[n(12)]
+    #[cbor(default)]
+    pub disks: Vec<DiskInfo>,
+    /// What it does, per second. Only in reports.
+    #[n(13)]
+    #[cbor(default)]
+    pub load: Load,
 }
 
 /// All layouts and servers at one version.
@@ -111,4 +284,21 @@ pub struct Placement {
     /// All servers.
     #[n(2)]
     pub servers: Vec<ServerInfo>,
+}
+
+impl Placement {
+    /// The layout for new blocks where this one was chosen: itself, or what replaced it.
+    pub fn current(&self, id: LayoutId) -> Option<&Layout> {
+        let mut layout = self.layout(id)?;
+        // Layouts are replaced by newer ones only, so this ends.
+        while let Some(next) = layout.replaced_by.filter(|next| *next > layout.id) {
+            layout = self.layout(next)?;
+        }
+        Some(layout)
+    }
+
+    /// A layout by its number.
+    pub fn layout(&self, id: LayoutId) -> Option<&Layout> {
+        self.layouts.iter().find(|layout| layout.id == id)
+    }
 }

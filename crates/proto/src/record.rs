@@ -7,7 +7,7 @@
 use minicbor::{Decode, Encode};
 
 use crate::attr::{Attr, Compression, Kind, Raw, Time, flags};
-use crate::layout::{Layout, Scheme};
+use crate::layout::{Layout, Scheme, ServerState};
 use crate::msg::meta::{LockType, OpenSession};
 use crate::{BlockId, ClusterId, IdRange, Ino, LayoutId, Seq, ServerId, SessionId, VolumeId};
 
@@ -62,6 +62,13 @@ pub struct Volume {
     /// Redundancy of new blocks, where it differs from the cluster's.
     #[n(5)]
     pub scheme: Option<Scheme>,
+    /// Placement groups that new blocks go through in turn, where the number differs from the cluster's.
+    #[n(6)]
+    pub stripe: Option<u32>,
+    /// Being removed: it serves nobody any more.
+    #[n(7)]
+    #[cbor(default)]
+    pub removed: bool,
 }
 
 /// What the cluster counts.
@@ -85,6 +92,10 @@ pub struct ClusterCounters {
     /// The placement's version.
     #[n(5)]
     pub placement: u64,
+    /// The next volume's number; 0: the one after the first.
+    #[n(6)]
+    #[cbor(default)]
+    pub next_volume: u32,
 }
 
 /// What a volume counts.
@@ -211,6 +222,7 @@ impl Inode {
             change: self.change,
             flags: self.flags,
             generation: self.generation,
+            layout: self.layout,
         }
     }
 
@@ -496,6 +508,69 @@ pub struct Server {
     /// Failure domain.
     #[n(4)]
     pub zone: String,
+    /// Up, down or out; that a server is suspected is not written down.
+    #[n(5)]
+    #[cbor(default)]
+    pub state: ServerState,
+    /// It is to be emptied.
+    #[n(6)]
+    #[cbor(default)]
+    pub draining: bool,
+    /// Bytes of its disks that work: its weight in the placement. 0 before it reported.
+    #[n(7)]
+    #[cbor(default)]
+    pub total: u64,
+    /// Its disks that work, by the numbers their stores drew.
+    #[n(8)]
+    #[cbor(default)]
+    pub disks: Vec<u64>,
+    /// Since when it is down.
+    #[n(9)]
+    pub down_since: Option<Time>,
+    /// It came back and may hold pieces that belong elsewhere now.
+    #[n(10)]
+    #[cbor(default)]
+    pub reconcile: bool,
+}
+
+/// How repair goes on: settings of administrators, and how far the scrub is.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Encode, Decode)]
+pub struct Repair {
+    /// Bytes per second that repair, moves and scrub may take on each server; 0: the default.
+    #[n(0)]
+    pub rate: u64,
+    /// Groups do not move by themselves to even out the servers.
+    #[n(1)]
+    pub no_rebalance: bool,
+    /// A scrub runs.
+    #[n(2)]
+    pub scrub: Option<Scrub>,
+    /// When the last whole scrub ended.
+    #[n(3)]
+    pub scrubbed: Option<Time>,
+}
+
+/// A scrub that runs.
+#[derive(Clone, PartialEq, Eq, Debug, Encode, Decode)]
+pub struct Scrub {
+    /// When it began.
+    #[n(0)]
+    pub began: Time,
+    /// How far it is on each server: the last piece read; servers that are not listed are not begun.
+    #[n(1)]
+    pub cursors: Vec<(ServerId, BlockId, u8)>,
+    /// Servers that are done.
+    #[n(2)]
+    pub done: Vec<ServerId>,
+    /// Pieces read.
+    #[n(3)]
+    pub pieces: u64,
+    /// Bytes read.
+    #[n(4)]
+    pub bytes: u64,
+    /// Pieces found bad.
+    #[n(5)]
+    pub bad: u64,
 }
 
 /// A layout.

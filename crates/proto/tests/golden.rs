@@ -55,6 +55,7 @@ fn attr() -> Attr {
         change: 12,
         flags: flags::XATTRS,
         generation: 1,
+        layout: None,
     }
 }
 
@@ -71,12 +72,14 @@ fn block_source() -> Source {
 
 fn new_block() -> NewBlock {
     let id = BlockId { incarnation: 3, counter: 70_000 };
-    NewBlock { id, len: 4 << 20, layout: LayoutId(2), substitutes: vec![], stored: 1 << 20 }
+    NewBlock { id, len: 4 << 20, layout: LayoutId(2), substitutes: vec![], stored: 1 << 20, servers: vec![] }
 }
 
 fn placement() -> Placement {
-    let group = Group { version: 1, servers: vec![ServerId(1), ServerId(2)], moving_to: vec![] };
-    let layout = Layout { id: LayoutId(2), scheme: Scheme::Ec { data: 4, parity: 2 }, groups: vec![group] };
+    let group = Group { version: 1, servers: vec![ServerId(1), ServerId(2)], ..Group::default() };
+    let scheme = Scheme::Ec { data: 4, parity: 2 };
+    let layout =
+        Layout { id: LayoutId(2), scheme, groups: vec![group], asked: Some(scheme), replaced_by: None };
     let server = ServerInfo {
         id: ServerId(1),
         addr: "h:1".into(),
@@ -86,6 +89,7 @@ fn placement() -> Placement {
         used: 3,
         pieces: 2,
         zone: "rack7".into(),
+        ..ServerInfo::default()
     };
     Placement { version: 4, layouts: vec![layout], servers: vec![server] }
 }
@@ -254,7 +258,7 @@ fn replies(golden: &mut Golden) {
     for (label, done) in [
         ("ok", Done::Ok),
         ("session", Done::Session(session)),
-        ("renewed", Done::Renewed { space: 1 << 40, placement: 4 }),
+        ("renewed", Done::Renewed { space: 1 << 40, placement: 4, volume: None }),
         ("events", Done::Events(events)),
         ("ids", Done::Ids(range)),
         ("placement", Done::Placement(placement())),
@@ -272,7 +276,15 @@ fn replies(golden: &mut Golden) {
         ("committed", Done::Committed { attr: attr(), appended: vec![4096], copied: 0 }),
         ("lock_holder", Done::LockHolder(None)),
         ("use", Done::Use(meta::VolumeUse { total: 4, free: 3, inodes: 2, inodes_free: 1 })),
-        ("joined", Done::Joined { server: ServerId(1), cluster: ClusterId(9) }),
+        (
+            "joined",
+            Done::Joined {
+                server: ServerId(1),
+                cluster: ClusterId(9),
+                placement: 4,
+                groups: vec![(LayoutId(2), vec![1, 3])],
+            },
+        ),
         ("checked", Done::Checked { problems: vec!["p".into()], cursor: raw("c"), records: 1, total: 2 }),
         ("known", Done::Known(vec![new_block().id])),
         ("blocks", Done::Blocks { blocks: vec![new_block()], end: true }),
@@ -280,6 +292,7 @@ fn replies(golden: &mut Golden) {
     ] {
         golden.add(&format!("meta.reply.{label}"), reply(Ok(done)));
     }
+    admin_replies(golden);
     golden.add("meta.reply.fault", reply(Err(Fault::new(Code::NoSpace, "what").next("next"))));
 }
 
@@ -300,6 +313,7 @@ fn blocks(golden: &mut Golden) {
     ] {
         golden.add(&format!("block.request.{label}"), Request { session: 5, capability: None, op });
     }
+    repair_blocks(golden, id);
     let piece = block::PieceInfo { block: id, piece: 1, layout: LayoutId(2), stored: 10 };
     golden.add("block.reply.done", Reply::Done);
     golden.add("block.reply.chunks", Reply::Chunks { chunks });
@@ -307,9 +321,240 @@ fn blocks(golden: &mut Golden) {
     golden.add("block.reply.stat", Reply::Stat { total: 4, free: 3, used: 2, pieces: 1 });
 }
 
+/// Messages and nouns that came with repair, volumes and policies.
+fn admin_requests(golden: &mut Golden) {
+    use meta::{Op, VolumeOp};
+    let ec = Scheme::Ec { data: 4, parity: 2 };
+    let policy = meta::VolumePolicy {
+        block_size: Some(1 << 20),
+        compression: Some(Compression::Zstd),
+        scheme: Some(ec),
+        stripe: Some(8),
+    };
+    let named = || "train".to_string();
+    let commit = meta::Commit {
+        ino: Ino(7),
+        grant: 99,
+        blocks: vec![NewBlock { servers: vec![ServerId(2), ServerId(1)], ..new_block() }],
+        ranges: vec![],
+        mtime: None,
+        kill_privileges: false,
+        expect: None,
+    };
+    let heartbeat = meta::Heartbeat {
+        store: 8,
+        addr: "h:2".into(),
+        disks: vec![disk()],
+        bad: vec![(new_block().id, 1)],
+        load: load(),
+        sessions: vec![session_load()],
+        placement: 4,
+        ..Default::default()
+    };
+    let bad = meta::BadPiece { block: new_block().id, piece: 1, server: ServerId(4) };
+    for (label, op) in [
+        ("commit_with_servers", Op::Commit(commit)),
+        ("heartbeat_with_disks", Op::Heartbeat(heartbeat)),
+        (
+            "set_policy",
+            Op::SetPolicy { ino: Ino(7), policy: meta::Policy { scheme: Some(ec), stripe: Some(8) } },
+        ),
+        ("volume_list", Op::Volume(VolumeOp::List)),
+        ("volume_create", Op::Volume(VolumeOp::Create { name: named(), policy })),
+        ("volume_set", Op::Volume(VolumeOp::Set { name: named(), policy: Default::default() })),
+        ("volume_remove", Op::Volume(VolumeOp::Remove { name: named(), force: true })),
+        ("drain", Op::Drain { server: ServerId(4), on: true }),
+        ("remove_server", Op::RemoveServer { server: ServerId(4), force: false }),
+        ("rebalance", Op::Rebalance { auto: Some(false) }),
+        ("scrub", Op::Scrub { on: true }),
+        ("repair", Op::Repair { rate: Some(1 << 20) }),
+        ("report_bad", Op::ReportBad { pieces: vec![bad] }),
+        ("top", Op::Top),
+    ] {
+        golden.add(&format!("meta.request.{label}"), request(op));
+    }
+}
+
+fn admin_replies(golden: &mut Golden) {
+    use meta::Done;
+    let info = VolumeInfo {
+        id: VolumeId(2),
+        name: "train".into(),
+        block_size: 1 << 20,
+        compression: Compression::Zstd,
+        layout: LayoutId(2),
+    };
+    let volume = meta::VolumeReport {
+        info: info.clone(),
+        scheme: Scheme::Replicas(3),
+        asked: Some(Scheme::Ec { data: 4, parity: 2 }),
+        stripe: 64,
+        inodes: 1,
+        blocks: 2,
+        bytes: 3,
+        stored: 4,
+        sessions: 5,
+        removed: false,
+    };
+    let repair = meta::RepairReport {
+        dirty: 1,
+        moving: 2,
+        groups: 64,
+        at_risk: 1,
+        pass_done: 3,
+        pass_total: 9,
+        pieces_left: 4,
+        pieces_done: 5,
+        bytes_done: 6,
+        rate: 7,
+        rate_max: 8,
+        lost: 1,
+        lost_blocks: vec![new_block().id],
+        auto_rebalance: true,
+        drains: vec![meta::DrainReport { server: ServerId(4), groups: 3, pieces: 100 }],
+        scrub: meta::ScrubReport { running: true, pieces: 1, total: 2, bytes: 3, bad: 4, last_end: 5 },
+        dropped: 9,
+    };
+    let top = meta::SessionTop { session: SessionId(5), who: None, ops: 42, load: session_load() };
+    for (label, done) in [
+        ("renewed_with_volume", Done::Renewed { space: 1 << 40, placement: 4, volume: Some(info) }),
+        ("volumes", Done::Volumes(vec![volume])),
+        ("repair", Done::Repair(repair)),
+        ("top", Done::Top(vec![top])),
+        ("attr_with_layout", Done::Attr(Attr { layout: Some(LayoutId(2)), ..attr() })),
+    ] {
+        golden.add(&format!("meta.reply.{label}"), reply(Ok(done)));
+    }
+}
+
+fn repair_blocks(golden: &mut Golden, id: BlockId) {
+    use block::{Op, Reply, Request};
+    let item = block::PullItem {
+        block: id,
+        piece: 1,
+        layout: LayoutId(2),
+        scheme: Scheme::Ec { data: 4, parity: 2 },
+        block_len: 4 << 20,
+        sources: vec![(0, "h:1".into())],
+        verify: true,
+    };
+    for (label, op) in [
+        ("missing", Op::Missing { pieces: vec![(id, 1)] }),
+        ("pull", Op::Pull { items: vec![item], rate: 1 << 20 }),
+        ("drop", Op::Drop { pieces: vec![(id, 1)] }),
+        ("scrub", Op::Scrub { after: Some((id, 1)), limit: 10, rate: 0 }),
+        ("sessions", Op::Sessions),
+    ] {
+        golden.add(&format!("block.request.{label}"), Request { session: 0, capability: None, op });
+    }
+    golden.add("block.reply.missing", Reply::Missing { pieces: vec![(id, 1)] });
+    let failed = vec![(3, Fault::new(Code::Gone, "what"))];
+    golden.add("block.reply.pulled", Reply::Pulled { failed, bytes: 10 });
+    let scrubbed = Reply::Scrubbed { bad: vec![(id, 1)], after: Some((id, 2)), pieces: 7, bytes: 70 };
+    golden.add("block.reply.scrubbed", scrubbed);
+    golden.add("block.reply.sessions", Reply::Sessions { sessions: vec![session_load()] });
+}
+
+/// A group on the move, and a server with all its figures.
+fn moving(golden: &mut Golden) {
+    let group = Group { version: 7, servers: vec![ServerId(1)], moving_to: vec![ServerId(4)], dirty: true };
+    golden.add("layout.group", group);
+    let server = ServerInfo {
+        id: ServerId(4),
+        state: ServerState::Out,
+        draining: true,
+        groups: 3,
+        to_repair: 9,
+        disks: vec![disk()],
+        load: load(),
+        ..ServerInfo::default()
+    };
+    golden.add("layout.server", server);
+    let record = record::Server {
+        born: Seq(9),
+        id: ServerId(4),
+        store: 8,
+        addr: "h:2".into(),
+        zone: "rack7".into(),
+        state: ServerState::Down,
+        draining: true,
+        total: 10,
+        disks: vec![77],
+        down_since: Some(Time { secs: 3, nanos: 4 }),
+        reconcile: true,
+    };
+    golden.add("record.server", record);
+    let volume = record::Volume {
+        born: Seq(9),
+        id: VolumeId(2),
+        name: "train".into(),
+        block_size: 1 << 20,
+        compression: Compression::Zstd,
+        scheme: Some(Scheme::Replicas(3)),
+        stripe: Some(8),
+        removed: false,
+    };
+    golden.add("record.volume", volume);
+    let scrub = record::Scrub {
+        began: Time { secs: 3, nanos: 4 },
+        cursors: vec![(ServerId(4), new_block().id, 1)],
+        done: vec![ServerId(1)],
+        pieces: 1,
+        bytes: 2,
+        bad: 3,
+    };
+    let repair = record::Repair { rate: 5, no_rebalance: true, scrub: Some(scrub), scrubbed: None };
+    golden.add("record.repair", repair);
+}
+
+fn disk() -> DiskInfo {
+    DiskInfo {
+        id: 77,
+        path: "/d".into(),
+        total: 4,
+        free: 3,
+        used: 1,
+        pieces: 2,
+        failed: true,
+        fault: "f".into(),
+    }
+}
+
+fn load() -> Load {
+    Load { gets: 1, puts: 2, read_bytes: 3, written_bytes: 4, waiting: 5 }
+}
+
+fn session_load() -> block::SessionLoad {
+    block::SessionLoad { session: 5, gets: 1, puts: 2, read_bytes: 3, written_bytes: 4 }
+}
+
+#[test]
+fn redundancy_is_written_and_read_as_people_do() {
+    for text in ["replicas:1", "replicas:8", "ec:2+1", "ec:4+2", "ec:16+8"] {
+        assert_eq!(text.parse::<Scheme>().unwrap().to_string(), text);
+    }
+    for text in ["", "replicas", "replicas:0", "replicas:9", "ec:4", "ec:1+1", "ec:4+0", "ec:17+1", "raid:5"]
+    {
+        assert!(text.parse::<Scheme>().is_err(), "{text} is no redundancy");
+    }
+}
+
+#[test]
+fn records_and_tables_of_before_still_decode() {
+    // A group, a server and a volume as they were written before they had these fields.
+    let group: Group = decode(&[0x83, 1, 0x81, 1, 0x80]).unwrap();
+    assert!(!group.dirty && group.target() == [ServerId(1)]);
+    let server: record::Server = decode(&[0x85, 9, 4, 8, 0x61, b'h', 0x60]).unwrap();
+    assert_eq!((server.state, server.total, server.disks.len()), (ServerState::Up, 0, 0));
+    let volume: record::Volume = decode(&[0x86, 9, 1, 0x61, b'm', 0x19, 0x10, 0, 1, 0xf6]).unwrap();
+    assert_eq!((volume.stripe, volume.removed), (None, false));
+}
+
 fn samples() -> BTreeMap<String, String> {
     let mut golden = Golden::default();
     requests(&mut golden);
+    admin_requests(&mut golden);
+    moving(&mut golden);
     replies(&mut golden);
     blocks(&mut golden);
     golden.0

@@ -83,7 +83,7 @@ impl Data {
                 ..Heartbeat::default()
             };
             match tool.ask(Op::Heartbeat(beat)).await.context("cannot join the cluster")? {
-                Done::Joined { server, cluster } => {
+                Done::Joined { server, cluster, .. } => {
                     (identity.server, identity.cluster) = (server.0, cluster.0)
                 }
                 other => bail!("the metadata service answered a join with {other:?}"),
@@ -120,6 +120,7 @@ impl Data {
                     pieces: stat.pieces,
                     zone: zone.clone(),
                     leaving: false,
+                    ..Heartbeat::default()
                 }
             })
         };

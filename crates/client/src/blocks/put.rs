@@ -73,7 +73,7 @@ impl Blocks {
         ::metrics::counter!(metrics::PUT_BYTES).increment(len);
         ::metrics::counter!(metrics::SUBSTITUTES).increment(substitutes.len() as u64);
         let stored = encoded.stored() * servers.len() as u64;
-        Ok(NewBlock { id, len: len as u32, layout, substitutes, stored })
+        Ok(NewBlock { id, len: len as u32, layout, substitutes, stored, servers: Vec::new() })
     }
 
     async fn encode(&self, id: BlockId, data: Vec<Bytes>, compression: Compression) -> Result<Encoded> {

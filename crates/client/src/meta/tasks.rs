@@ -95,7 +95,8 @@ impl Shared {
 
     async fn renew_once(self: &Arc<Shared>, until: Instant) {
         let (sent, generation) = (Instant::now(), self.state.lock().generation);
-        if let Heard::Answer(Ok(Done::Renewed { space, placement })) = self.once(&Op::Renew, until).await {
+        if let Heard::Answer(Ok(Done::Renewed { space, placement, .. })) = self.once(&Op::Renew, until).await
+        {
             {
                 let mut state = self.state.lock();
                 if state.generation == generation {

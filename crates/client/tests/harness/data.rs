@@ -132,17 +132,19 @@ pub fn placement(version: u64, addrs: &[String], groups: usize) -> Placement {
         .map(|group| Group {
             version: version as u32,
             servers: (0..count.min(2)).map(|copy| server(group + copy)).collect(),
-            moving_to: Vec::new(),
+            ..Group::default()
         })
         .collect();
     Placement {
         version,
         layouts: vec![
-            Layout { id: LayoutId(1), scheme: Scheme::Replicas(2), groups },
+            Layout { id: LayoutId(1), scheme: Scheme::Replicas(2), groups, asked: None, replaced_by: None },
             Layout {
                 id: LayoutId(2),
                 scheme: Scheme::Ec { data: 4, parity: 2 },
-                groups: vec![Group { version: 1, servers: vec![ServerId(1); 6], moving_to: Vec::new() }],
+                groups: vec![Group { version: 1, servers: vec![ServerId(1); 6], ..Group::default() }],
+                asked: None,
+                replaced_by: None,
             },
         ],
         servers: addrs
@@ -156,7 +158,7 @@ pub fn placement(version: u64, addrs: &[String], groups: usize) -> Placement {
                 free: 1 << 39,
                 used: 0,
                 pieces: 0,
-                zone: String::new(),
+                ..ServerInfo::default()
             })
             .collect(),
     }

@@ -258,7 +258,7 @@ impl State {
                 self.reclaim &= !last;
                 Done::Ok
             }
-            Op::Renew => Done::Renewed { space: 1 << 30, placement: self.placement.version },
+            Op::Renew => Done::Renewed { space: 1 << 30, placement: self.placement.version, volume: None },
             Op::Listen { seen, .. } => {
                 let events: Vec<_> =
                     self.events.iter().filter(|(number, _)| number > seen).cloned().collect();
@@ -283,7 +283,7 @@ impl State {
             }
             Op::Heartbeat(beat) => {
                 self.beats.push(beat.clone());
-                Done::Joined { server: ServerId(3), cluster: ClusterId(9) }
+                Done::Joined { server: ServerId(3), cluster: ClusterId(9), placement: 0, groups: Vec::new() }
             }
             Op::Check { cursor } => Done::Checked {
                 problems: vec![format!("problem {}", cursor.len())],
@@ -344,5 +344,6 @@ pub fn attr(ino: Ino) -> Attr {
         change: 1,
         flags: 0,
         generation: 1,
+        layout: None,
     }
 }

@@ -30,7 +30,12 @@ impl Meta {
                     state.cluster = counters;
                 }
                 let server = state.members.apply(change);
-                Done::Joined { server, cluster }
+                let placement = state.members.version();
+                let groups = match beat.placement < placement {
+                    true => state.members.group_versions(),
+                    false => Vec::new(),
+                };
+                Done::Joined { server, cluster, placement, groups }
             }
             Op::Placement => Done::Placement(state.members.placement()),
             Op::Status => Done::Status(self.status(state)?),
@@ -126,6 +131,7 @@ impl Meta {
             redundancy: placement::shown(state.members.scheme()),
             warnings,
             volumes: state.volumes.values().map(|volume| volume.name.clone()).collect(),
+            repair: None,
         })
     }
 
@@ -154,6 +160,7 @@ impl Meta {
                         layout: block.layout,
                         substitutes: block.substitutes.unwrap_or_default(),
                         stored: block.stored,
+                        servers: Vec::new(),
                     });
                 }
                 ControlFlow::Continue(())

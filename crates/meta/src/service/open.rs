@@ -117,6 +117,8 @@ fn check_format(engine: &dyn Engine, wall_ns: i64, config: &Config) -> Result<()
         block_size: config.block_size,
         compression: config.compression,
         scheme: None,
+        stripe: None,
+        removed: false,
     };
     view.put(key::volume(DEFAULT_VOLUME), &volume);
     view.put(key::cluster_counters(), &ClusterCounters::default());

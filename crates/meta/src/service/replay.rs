@@ -139,6 +139,7 @@ fn gone(ino: Ino, kind: Kind) -> Attr {
         change: 0,
         flags: 0,
         generation: 1,
+        layout: None,
     }
 }
 

@@ -116,13 +116,7 @@ impl Meta {
             incarnation: self.engine.incarnation(),
             lease_ms: self.config.lease_ms,
             session_ms: self.config.session_ms,
-            volume: VolumeInfo {
-                id: volume.id,
-                name: volume.name.clone(),
-                block_size: volume.block_size,
-                compression: volume.compression,
-                layout: state.members.newest(),
-            },
+            volume: volume_info(state, volume),
             root,
             placement: state.members.placement(),
             reclaim: !session.reported,
@@ -203,7 +197,9 @@ impl Meta {
                 let sharing = state.sessions.len().max(1) as u64;
                 // Just started: a full disk then shows in the put, as it does when space runs out between two reports.
                 let space = if state.members.all_reported() { free / sharing } else { u64::MAX };
-                Done::Renewed { space, placement: state.members.version() }
+                let volume = state.sessions.get(&id).and_then(|session| state.volumes.get(&session.volume));
+                let volume = volume.map(|volume| volume_info(state, volume));
+                Done::Renewed { space, placement: state.members.version(), volume }
             }
             Op::CloseSession => {
                 self.end_session(state, id, "closed")?;
@@ -418,4 +414,15 @@ impl Meta {
 pub(super) fn load_ranges(view: &View<'_>, volume: VolumeId, session: SessionId) -> Result<Vec<IdRange>> {
     let all = view.list::<record::Range>(&key::ranges(volume, session), usize::MAX)?;
     Ok(all.into_iter().map(|(_, range)| range.ids).collect())
+}
+
+/// A volume as a mount sees it.
+pub(super) fn volume_info(state: &State, volume: &record::Volume) -> VolumeInfo {
+    VolumeInfo {
+        id: volume.id,
+        name: volume.name.clone(),
+        block_size: volume.block_size,
+        compression: volume.compression,
+        layout: state.members.newest(),
+    }
 }

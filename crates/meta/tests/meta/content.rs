@@ -13,7 +13,7 @@ use torchfs_proto::{BlockId, Code, IdRange, Ino, LayoutId};
 use crate::world::{Client, World, raw, rounds, seed};
 
 pub fn block(id: BlockId, len: u32) -> NewBlock {
-    NewBlock { id, len, layout: LayoutId(1), substitutes: vec![], stored: u64::from(len) }
+    NewBlock { id, len, layout: LayoutId(1), stored: u64::from(len), ..NewBlock::default() }
 }
 
 pub fn nth(range: IdRange, n: u64) -> BlockId {

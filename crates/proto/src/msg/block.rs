@@ -4,6 +4,8 @@ use minicbor::{Decode, Encode};
 
 use crate::attr::Raw;
 use crate::chunk::ChunkInfo;
+use crate::fault::Fault;
+use crate::layout::Scheme;
 use crate::{BlockId, IdRange, LayoutId};
 
 /// Method numbers in the frame's header.
@@ -107,6 +109,99 @@ pub enum Op {
         #[n(1)]
         piece: u8,
     },
+    /// Which of these pieces are not here, or known to be bad? At most [`PIECES_MAX`].
+    #[n(20)]
+    Missing {
+        /// The pieces in question.
+        #[n(0)]
+        pieces: Vec<(BlockId, u8)>,
+    },
+    /// Get these pieces from other servers and store them; only the metadata service asks. Answered when those that
+    /// succeeded are durable. At most [`PULL_MAX`].
+    #[n(21)]
+    Pull {
+        /// What to get.
+        #[n(0)]
+        items: Vec<PullItem>,
+        /// Bytes per second to take at most; 0: no bound.
+        #[n(1)]
+        rate: u64,
+    },
+    /// Forget pieces that belong elsewhere; the block lives on. Only the metadata service asks. Answered when durable. At
+    /// most [`PIECES_MAX`].
+    #[n(22)]
+    Drop {
+        /// The pieces.
+        #[n(0)]
+        pieces: Vec<(BlockId, u8)>,
+    },
+    /// Read stored pieces in the order of ids and check them. Bad ones are forgotten as if they were not here.
+    #[n(23)]
+    Scrub {
+        /// Begin after this piece.
+        #[n(0)]
+        after: Option<(BlockId, u8)>,
+        /// At most this many pieces; the server may do fewer.
+        #[n(1)]
+        limit: u32,
+        /// Bytes per second to read at most; 0: no bound.
+        #[n(2)]
+        rate: u64,
+    },
+    /// What each session did here since the server's start.
+    #[n(24)]
+    Sessions,
+}
+
+/// Most pieces in one Missing or Drop.
+pub const PIECES_MAX: usize = 4_096;
+/// Most pieces in one Pull.
+pub const PULL_MAX: usize = 64;
+
+/// A piece to get, and who may have what it is made of.
+#[derive(Clone, PartialEq, Eq, Debug, Encode, Decode)]
+pub struct PullItem {
+    /// The block.
+    #[n(0)]
+    pub block: BlockId,
+    /// The piece that is wanted here.
+    #[n(1)]
+    pub piece: u8,
+    /// The block's layout.
+    #[n(2)]
+    pub layout: LayoutId,
+    /// The layout's scheme.
+    #[n(3)]
+    pub scheme: Scheme,
+    /// The block's raw length; with the scheme it says how the block is cut into pieces.
+    #[n(4)]
+    pub block_len: u32,
+    /// (piece, HOST:PORT) of those that should have one: the same piece to copy, others to rebuild from. Best first.
+    #[n(5)]
+    pub sources: Vec<(u8, String)>,
+    /// The copy here was reported bad: check it, and replace it if that is so.
+    #[n(6)]
+    pub verify: bool,
+}
+
+/// What one session did at a data server since the server's start.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Encode, Decode)]
+pub struct SessionLoad {
+    /// The session; 0 for servers and tools.
+    #[n(0)]
+    pub session: u64,
+    /// Pieces read.
+    #[n(1)]
+    pub gets: u64,
+    /// Pieces stored.
+    #[n(2)]
+    pub puts: u64,
+    /// Bytes sent.
+    #[n(3)]
+    pub read_bytes: u64,
+    /// Bytes stored.
+    #[n(4)]
+    pub written_bytes: u64,
 }
 
 /// What a data server answers.
@@ -147,6 +242,46 @@ pub enum Reply {
         /// Pieces.
         #[n(3)]
         pieces: u64,
+    },
+    /// Those that are not here.
+    #[n(20)]
+    Missing {
+        /// In the order they were asked for.
+        #[n(0)]
+        pieces: Vec<(BlockId, u8)>,
+    },
+    /// What came of a Pull; whatever is not listed is stored and durable.
+    #[n(21)]
+    Pulled {
+        /// (place in the request, why not). `Gone`: too few sources have what is needed.
+        #[n(0)]
+        failed: Vec<(u32, Fault)>,
+        /// Bytes stored.
+        #[n(1)]
+        bytes: u64,
+    },
+    /// A part was scrubbed.
+    #[n(23)]
+    Scrubbed {
+        /// Pieces that were found bad and are forgotten.
+        #[n(0)]
+        bad: Vec<(BlockId, u8)>,
+        /// Go on after this piece; none at the end.
+        #[n(1)]
+        after: Option<(BlockId, u8)>,
+        /// Pieces read.
+        #[n(2)]
+        pieces: u64,
+        /// Bytes read.
+        #[n(3)]
+        bytes: u64,
+    },
+    /// What sessions did.
+    #[n(24)]
+    Sessions {
+        /// One for each session that was heard of lately.
+        #[n(0)]
+        sessions: Vec<SessionLoad>,
     },
 }
 

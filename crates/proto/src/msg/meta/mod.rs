@@ -17,10 +17,17 @@ use minicbor::{Decode, Encode};
 use crate::attr::{Kind, Raw, SetAttr, Time};
 use crate::extent::{Extent, NewBlock, RangeOp};
 use crate::fault::Fault;
+use crate::layout::{DiskInfo, Load};
+use crate::msg::block::SessionLoad;
 use crate::{BlockId, ClusterId, Fence, Ino, Seq, ServerId, SessionId};
 
+mod admin;
 mod reply;
 
+pub use admin::{
+    BadPiece, DrainReport, Policy, RepairReport, ScrubReport, SessionTop, VolumeOp, VolumePolicy,
+    VolumeReport,
+};
 pub use reply::{DirEntry, Done, Event, SessionInfo, SessionReport, StatusReport, VolumeUse};
 
 /// Method numbers in the frame's header.
@@ -532,6 +539,17 @@ pub enum Op {
     /// Figures of the volume.
     #[n(40)]
     StatFs,
+    /// † How new content of a file is stored, or of everything made in a folder from now on. Answers [`Done::Attr`]; who may
+    /// ask (the owner, root) is checked by the client, as for SetAttr.
+    #[n(41)]
+    SetPolicy {
+        /// Of this inode.
+        #[n(0)]
+        ino: Ino,
+        /// To this; empty: as the volume says.
+        #[n(1)]
+        policy: Policy,
+    },
 
     /// A data server joins or reports; answers [`Done::Joined`].
     #[n(60)]
@@ -576,7 +594,65 @@ pub enum Op {
     /// Collect now what can be collected: dead blocks, ranges of ended sessions. Answers what is left.
     #[n(67)]
     Collect,
+
+    /// Volumes: all but List change durably before the answer. Answers [`Done::Volumes`].
+    #[n(80)]
+    Volume(#[n(0)] VolumeOp),
+    /// Move everything off a server, or stop that.
+    #[n(81)]
+    Drain {
+        /// Which.
+        #[n(0)]
+        server: ServerId,
+        /// Begin, else stop.
+        #[n(1)]
+        on: bool,
+    },
+    /// Forget a server. Refused while data needs it, unless forced.
+    #[n(82)]
+    RemoveServer {
+        /// Which.
+        #[n(0)]
+        server: ServerId,
+        /// Even if data is lost with it.
+        #[n(1)]
+        force: bool,
+    },
+    /// Even out the servers now. Answers [`Done::Repair`].
+    #[n(83)]
+    Rebalance {
+        /// From now on also by itself whenever servers join or leave; none: as it was.
+        #[n(0)]
+        auto: Option<bool>,
+    },
+    /// Read and check every piece: begin, or stop. Answers [`Done::Repair`].
+    #[n(84)]
+    Scrub {
+        /// Begin (or go on), else stop.
+        #[n(0)]
+        on: bool,
+    },
+    /// How repair, moves and scrub go on. Answers [`Done::Repair`].
+    #[n(85)]
+    Repair {
+        /// Bytes per second that they may take on each server from now on; none: as it was; 0: the default.
+        #[n(0)]
+        rate: Option<u64>,
+    },
+    /// Pieces that a reader or a scrub found bad or missing. At most [`BAD_MAX`].
+    #[n(86)]
+    ReportBad {
+        /// The pieces.
+        #[n(0)]
+        pieces: Vec<BadPiece>,
+    },
+    /// What each session does.
+    #[n(87)]
+    Top,
 }
+
+/// Most pieces in one ReportBad or heartbeat.
+pub const BAD_MAX: usize = 1_024;
 
 /// The start of a session.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Encode, Decode)]
@@ -631,4 +707,24 @@ pub struct Heartbeat {
     /// It stops now, on purpose.
     #[n(9)]
     pub leaving: bool,
+    /// Its disks; none from servers that know only one.
+    #[n(10)]
+    #[cbor(default)]
+    pub disks: Vec<DiskInfo>,
+    /// Pieces that it found bad since its last heartbeat; at most [`BAD_MAX`].
+    #[n(11)]
+    #[cbor(default)]
+    pub bad: Vec<(BlockId, u8)>,
+    /// What it did since its start.
+    #[n(12)]
+    #[cbor(default)]
+    pub load: Load,
+    /// What sessions did since its start.
+    #[n(13)]
+    #[cbor(default)]
+    pub sessions: Vec<SessionLoad>,
+    /// The placement's version that it knows; the answer has the versions of groups if there is a newer one.
+    #[n(14)]
+    #[cbor(default)]
+    pub placement: u64,
 }

@@ -2,11 +2,11 @@
 
 use minicbor::{Decode, Encode};
 
-use super::{FileLock, OpenSession};
+use super::{FileLock, OpenSession, RepairReport, SessionTop, VolumeReport};
 use crate::attr::{Attr, Kind, Raw, VolumeInfo};
 use crate::extent::{Extent, NewBlock};
 use crate::layout::{Placement, ServerInfo};
-use crate::{BlockId, ClusterId, IdRange, Incarnation, Ino, ServerId, SessionId};
+use crate::{BlockId, ClusterId, IdRange, Incarnation, Ino, LayoutId, ServerId, SessionId};
 
 /// What came of an operation.
 #[derive(Clone, PartialEq, Eq, Debug, Encode, Decode)]
@@ -26,6 +26,9 @@ pub enum Done {
         /// Fetch the placement if this is newer.
         #[n(1)]
         placement: u64,
+        /// The volume's policies as they are now, for new data.
+        #[n(2)]
+        volume: Option<VolumeInfo>,
     },
     /// Events with their numbers.
     #[n(3)]
@@ -138,6 +141,15 @@ pub enum Done {
         /// Its cluster from now on.
         #[n(1)]
         cluster: ClusterId,
+        /// The placement's version.
+        #[n(2)]
+        #[cbor(default)]
+        placement: u64,
+        /// If the heartbeat knew an older placement: the version of each group of each layout. Puts that carry a lower one
+        /// are refused.
+        #[n(3)]
+        #[cbor(default)]
+        groups: Vec<(LayoutId, Vec<u32>)>,
     },
     /// The cluster.
     #[n(20)]
@@ -184,6 +196,15 @@ pub enum Done {
         #[n(1)]
         waiting: u64,
     },
+    /// Volumes: all of them, or the one that was made or changed.
+    #[n(40)]
+    Volumes(#[n(0)] Vec<VolumeReport>),
+    /// How repair, moves and scrub go on.
+    #[n(41)]
+    Repair(#[n(0)] RepairReport),
+    /// What sessions do.
+    #[n(42)]
+    Top(#[n(0)] Vec<SessionTop>),
 }
 
 /// What a session needs to know.
@@ -373,4 +394,7 @@ pub struct StatusReport {
     /// Default volume and others by name.
     #[n(13)]
     pub volumes: Vec<String>,
+    /// How repair, moves and scrub go on.
+    #[n(14)]
+    pub repair: Option<RepairReport>,
 }
