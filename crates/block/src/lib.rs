@@ -18,3 +18,7 @@ pub mod store;
 
 pub use error::{Error, Result};
 pub use server::BlockServer;
+
+#[cfg(test)]
+#[global_allocator]
+static MEMORY: torchfs_fuzz::Counting = torchfs_fuzz::Counting;

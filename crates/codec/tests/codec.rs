@@ -4,9 +4,14 @@
 
 use bytes::Bytes;
 use torchfs_codec::{
-    CHUNK, Compression, Error, MAX_BLOCK, chunks_of, codec, decode_chunk, encode, stored_range,
+    CHUNK, ChunkInfo, Compression, Error, MAX_BLOCK, checksum, chunks_of, codec, decode_chunk, encode,
+    stored_range,
 };
+use torchfs_fuzz::Counting;
 use torchfs_proto::BlockId;
+
+#[global_allocator]
+static MEMORY: Counting = Counting;
 
 const BLOCK: BlockId = BlockId { incarnation: 3, counter: 77 };
 const ALL: [Compression; 3] = [Compression::None, Compression::Lz4, Compression::Zstd(3)];
@@ -159,4 +164,20 @@ fn ranges_name_the_chunks_that_cover_them() {
     assert_eq!(chunks_of(0..chunk), 0..1);
     assert_eq!(chunks_of(chunk - 1..chunk + 1), 0..2);
     assert_eq!(chunks_of(5 * chunk..5 * chunk + 4096), 5..6);
+}
+
+#[test]
+fn any_bytes_give_a_chunk_or_an_error() {
+    for compression in ALL {
+        let encoded = encode(BLOCK, &[text(60_000).into()], compression).unwrap();
+        let info = encoded.chunks[0];
+        let sample: Vec<u8> = encoded.payload.iter().flat_map(|part| part.to_vec()).collect();
+        torchfs_fuzz::Fuzz::rounds(10_000).run(&[sample], |bytes| {
+            // The checksum is made good again, so that the damage reaches the library that unpacks.
+            let crc = checksum(BLOCK, 0, [bytes]);
+            let info = ChunkInfo { stored: bytes.len() as u32, crc, ..info };
+            decode_chunk(BLOCK, 0, &info, bytes.to_vec().into())
+                .is_ok_and(|raw| raw.len() == info.raw as usize)
+        });
+    }
 }

@@ -187,4 +187,16 @@ mod tests {
         }
         assert!(limit(&batch));
     }
+
+    #[test]
+    fn any_bytes_give_changes_or_nothing() {
+        let mut batch = Batch::at(5);
+        batch.put("key", vec![7; 300]).delete("other").put("third", "");
+        let mut sample = 3u32.to_le_bytes().to_vec();
+        sample.extend(batch.encode().unwrap());
+        torchfs_fuzz::Fuzz::rounds(200_000).run(&[sample], |bytes| match bytes.split_first_chunk() {
+            Some((count, body)) => Batch::decode(body, u32::from_le_bytes(*count)).is_some(),
+            None => false,
+        });
+    }
 }

@@ -182,3 +182,7 @@ pub struct Peer {
     /// How long ago it said so.
     pub silent_ms: u64,
 }
+
+#[cfg(test)]
+#[global_allocator]
+static MEMORY: torchfs_fuzz::Counting = torchfs_fuzz::Counting;

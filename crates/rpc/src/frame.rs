@@ -258,4 +258,18 @@ mod tests {
         let must = Header { flags: 0x0080, ..example() };
         assert_eq!(Header::decode(&must.encode()), Err(Garbage::Flags(0x0080)));
     }
+
+    #[test]
+    fn any_bytes_give_a_header_or_garbage() {
+        torchfs_fuzz::Fuzz::rounds(200_000).run(&[example().encode().to_vec()], |bytes| {
+            let Some((bytes, _)) = bytes.split_first_chunk::<HEADER_LEN>() else { return false };
+            let mut bytes = *bytes;
+            let crc = crc32c::crc32c(&bytes[..44]);
+            bytes[44..].copy_from_slice(&crc.to_le_bytes());
+            Header::decode(&bytes).is_ok_and(|header| {
+                assert!(header.body_len as usize <= BODY_MAX && header.payload_len as usize <= PAYLOAD_MAX);
+                true
+            })
+        });
+    }
 }

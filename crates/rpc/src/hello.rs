@@ -390,4 +390,13 @@ mod tests {
         assert!(!proves(&secret, b"caller", &b, &a, &proof));
         assert!(!proves(&Secret::new("t"), b"caller", &a, &b, &proof));
     }
+
+    #[test]
+    fn any_bytes_give_a_hello_or_none() {
+        torchfs_fuzz::Fuzz::rounds(100_000).run(&[hello().encode().to_vec()], |bytes| {
+            let head = bytes.first_chunk::<HEAD_LEN>().and_then(decode_head);
+            assert!(head.is_none_or(|len| len <= 64 << 10), "a hello of {head:?} bytes is believed");
+            bytes.first_chunk::<HELLO_LEN>().and_then(Hello::decode).is_some()
+        });
+    }
 }

@@ -38,3 +38,7 @@ pub use hello::Agreed;
 pub use link::{Health, Link, LinkCall};
 pub use payload::{Data, Payload};
 pub use server::{Listener, ServerHandle, serve};
+
+#[cfg(test)]
+#[global_allocator]
+static MEMORY: torchfs_fuzz::Counting = torchfs_fuzz::Counting;

@@ -11,7 +11,7 @@
 //!   leftovers of an earlier use of the segment nor copies of records inside users' files are ever taken for records.
 //! - Within a segment, batch numbers never fall from one record to the next; what falls is a leftover of a torn batch.
 
-use torchfs_proto::chunk::{ChunkInfo, MAX_CHUNKS};
+use torchfs_proto::chunk::{CHUNK, ChunkInfo, MAX_CHUNKS};
 use torchfs_proto::{BlockId, ClusterId, LayoutId};
 
 use super::index::Key;
@@ -365,7 +365,10 @@ impl Record {
                 if key_id_and_nonce != [0; 16] {
                     return Err(Refused::Newer("its pieces are encrypted".to_owned()));
                 }
-                let chunks = (0..count).map(|_| take_chunk(&mut table)).collect();
+                let chunks: Vec<ChunkInfo> = (0..count).map(|_| take_chunk(&mut table)).collect();
+                if chunks.iter().any(|chunk| chunk.stored > CHUNK) {
+                    return Err(Refused::Garbage);
+                }
                 let key = Key::new(BlockId { incarnation, counter }, piece);
                 What::Piece(PieceHeader { key, seq, layout, first, chunks })
             }
@@ -516,5 +519,48 @@ mod tests {
         let crc = crc32c::crc32c(&newer[..SEGMENT_BYTES - 4]);
         newer[SEGMENT_BYTES - 4..SEGMENT_BYTES].copy_from_slice(&crc.to_le_bytes());
         assert!(matches!(SegmentHeader::decode(&newer), Err(Refused::Newer(_))));
+    }
+
+    #[test]
+    fn any_bytes_give_a_record_or_a_refusal() {
+        let place = Place { cluster: ClusterId(9), segment: 3, generation: 4 };
+        let chunk = ChunkInfo { codec: 0, stored: 1000, raw: 1000, crc: 77 };
+        let key = Key::new(BlockId { incarnation: 1, counter: 2 }, 1);
+        let piece =
+            What::Piece(PieceHeader { key, seq: 8, layout: LayoutId(1), first: 0, chunks: vec![chunk; 5] });
+        let tombs = What::Tombs(vec![Tomb { key, seq: 9 }; 3]);
+        let samples: Vec<Vec<u8>> = [piece, tombs]
+            .into_iter()
+            .map(|what| Record { offset: 8192, batch: 5, last: true, what }.encode(&place))
+            .collect();
+        torchfs_fuzz::Fuzz::rounds(200_000).run(&samples, |bytes| {
+            let mut bytes = bytes.to_vec();
+            if bytes.len() >= FIXED {
+                bytes[CRC_AT..FIXED].fill(0);
+                let crc = crc32c::crc32c(&bytes);
+                bytes[CRC_AT..FIXED].copy_from_slice(&crc.to_le_bytes());
+            }
+            Record::decode(&place, 8192, &bytes).is_ok()
+        });
+    }
+
+    #[test]
+    fn any_bytes_give_a_segment_header_or_a_refusal() {
+        let header = SegmentHeader {
+            cluster: ClusterId(9),
+            number: 3,
+            generation: 4,
+            revision: 5,
+            size: 1 << 20,
+            state: Use::Sealed(70_000),
+        };
+        torchfs_fuzz::Fuzz::rounds(50_000).run(&[header.encode()], |bytes| {
+            let mut bytes = bytes.to_vec();
+            if bytes.len() >= SEGMENT_BYTES {
+                let crc = crc32c::crc32c(&bytes[..SEGMENT_BYTES - 4]);
+                bytes[SEGMENT_BYTES - 4..SEGMENT_BYTES].copy_from_slice(&crc.to_le_bytes());
+            }
+            SegmentHeader::decode(&bytes).is_ok()
+        });
     }
 }
