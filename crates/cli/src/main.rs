@@ -57,6 +57,8 @@ enum Command {
     Gc(commands::gc::Args),
     Df(commands::df::Args),
     Systemd(commands::systemd::Args),
+    #[command(hide = true)]
+    Bench(commands::bench::Args),
 }
 
 fn main() -> ExitCode {
@@ -88,6 +90,7 @@ fn main() -> ExitCode {
         Command::Gc(args) => commands::gc::run(args),
         Command::Df(args) => commands::df::run(args),
         Command::Systemd(args) => commands::systemd::run(args),
+        Command::Bench(args) => commands::bench::run(args),
     };
     match result {
         Ok(code) => code,

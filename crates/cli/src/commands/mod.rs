@@ -1,5 +1,6 @@
 //! One file per command: its arguments, what it starts or asks, what it prints.
 
+pub mod bench;
 pub mod data;
 pub mod df;
 pub mod fsck;

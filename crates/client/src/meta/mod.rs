@@ -201,6 +201,7 @@ impl Meta {
         while shared.ended().is_none() && shared.return_batch().await {}
         let mut result = self.durable_all().await;
         if result.is_ok() {
+            shared.closing.store(true, Ordering::Release);
             result = match self.ask(Op::CloseSession).await {
                 Ok(_) => Ok(()),
                 // The answer to a first try was lost with its connection.

@@ -7,7 +7,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::future::poll_fn;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
@@ -124,6 +124,7 @@ fn started(
         addr,
     };
     let shared = Arc::new(Shared {
+        closing: AtomicBool::new(false),
         state: Mutex::new(state),
         order: Mutex::new(()),
         progress: Notify::new(),

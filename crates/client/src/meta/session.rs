@@ -12,7 +12,7 @@
 
 use std::collections::HashMap;
 use std::future::Future;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
@@ -35,6 +35,8 @@ use super::{Keeper, MetaConfig};
 
 /// What all parts of a session share.
 pub(crate) struct Shared {
+    /// Everything is durable and the session is being closed: from now on it may end without a word.
+    pub closing: AtomicBool,
     pub config: MetaConfig,
     pub state: Mutex<State>,
     /// See the invariants.
@@ -361,7 +363,7 @@ impl Shared {
         for waiting in [&self.acks, &self.returns, &self.renew] {
             waiting.notify_one();
         }
-        if fenced {
+        if fenced && !self.closing.load(Ordering::Acquire) {
             tracing::error!("{fault}");
             if let Some(keeper) = self.keeper() {
                 keeper.fenced();
