@@ -85,6 +85,8 @@ struct Kept {
     slot: Slot,
     /// The bytes are part of a larger buffer, which they keep alive.
     part: bool,
+    /// Fetched ahead and not asked for since: the first who asks is what it was fetched for, and no second use.
+    ahead: bool,
 }
 
 /// A chunk on its way.
@@ -161,7 +163,7 @@ impl Cache {
 
     /// Keeps chunks that were just written, from the chunk `first` on. Each but the block's last has the full length.
     pub fn insert(&self, id: BlockId, first: u16, chunks: Vec<Bytes>) {
-        self.inner.keep(id, first, &chunks);
+        self.inner.keep(id, first, &chunks, false);
     }
 
     /// Forgets a block.
@@ -239,7 +241,7 @@ impl Inner {
                 }
                 misses += u64::from(end - index);
                 sources.extend((0..usize::from(end - index)).map(|at| Source::Coming(flights.len(), at)));
-                flights.push(self.claim(&mut state, block, index..end));
+                flights.push(self.claim(&mut state, block, index..end, !join));
                 index = end;
             }
         }
@@ -252,7 +254,13 @@ impl Inner {
     }
 
     /// Claims a run of chunks: whoever misses them from now on joins this fetch.
-    fn claim(self: &Arc<Inner>, state: &mut State, block: &BlockRef, chunks: Range<u16>) -> (u64, Flight) {
+    fn claim(
+        self: &Arc<Inner>,
+        state: &mut State,
+        block: &BlockRef,
+        chunks: Range<u16>,
+        ahead: bool,
+    ) -> (u64, Flight) {
         state.next += 1;
         let number = state.next;
         let claim = Claim { inner: self.clone(), block: block.id, chunks: chunks.clone(), number };
@@ -270,7 +278,7 @@ impl Inner {
                 );
                 return Err(Fault::new(Code::Internal, what));
             }
-            inner.keep(block.id, claim.chunks.start, &fetched);
+            inner.keep(block.id, claim.chunks.start, &fetched, ahead);
             Ok(Arc::new(fetched))
         }
         .boxed()
@@ -286,7 +294,7 @@ impl Inner {
     }
 
     /// Keeps chunks and makes room for them.
-    fn keep(&self, id: BlockId, first: u16, chunks: &[Bytes]) {
+    fn keep(&self, id: BlockId, first: u16, chunks: &[Bytes], ahead: bool) {
         let part = chunks.len() > 1;
         let mut evicted = 0;
         let mut out = Vec::new(); // freed after the lock
@@ -299,7 +307,7 @@ impl Inner {
             }
             if let MapEntry::Vacant(vacant) = kept.entry((id, index)) {
                 let slot = policy.admit((id, index), size);
-                vacant.insert(Kept { bytes: bytes.clone(), slot, part });
+                vacant.insert(Kept { bytes: bytes.clone(), slot, part, ahead });
             }
         }
         while policy.bytes() > self.config.bytes_max
@@ -319,6 +327,9 @@ impl State {
     /// A kept chunk, which is thereby used.
     fn use_kept(&mut self, key: Key) -> Option<Bytes> {
         let kept = self.kept.get_mut(&key)?;
+        if std::mem::take(&mut kept.ahead) {
+            return Some(kept.bytes.clone());
+        }
         let promoted = self.policy.touch(kept.slot);
         if promoted && kept.part {
             // It will outlive its neighbours: let it not keep their memory alive.

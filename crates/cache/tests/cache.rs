@@ -318,3 +318,17 @@ fn wait<F: Future>(future: F) -> F::Output {
         }
     }
 }
+
+#[test]
+fn what_was_fetched_ahead_is_not_used_again_when_it_is_first_asked_for() {
+    let (source, cache) = cache(5);
+    cache.insert(block(2).id, 0, expect(2, 0..1));
+    assert!(cache.find(block(2).id, 0..1).is_some(), "used again: it stays, whatever streams by");
+    for index in 0..10 {
+        source.answer(usize::from(index), Ok(()));
+        assert!(cache.prefetch(&block(1), index..index + 1).now_or_never().is_some());
+        assert!(cache.get(&block(1), index..index + 1).now_or_never().is_some());
+    }
+    assert_eq!(source.asked().len(), 10, "what was fetched ahead was here when it was asked for");
+    assert!(cache.find(block(2).id, 0..1).is_some(), "a stream pushes out only itself");
+}

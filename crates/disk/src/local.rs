@@ -192,7 +192,16 @@ impl DiskFile for LocalFile {
         }
     }
 
+    fn is_cached(&self, offset: u64, len: u64) -> Option<bool> {
+        cached_pages(&self.file, offset, len).map(|pages| pages >= pages_of(offset, len))
+    }
+
     fn read_at_once(&self, buf: &mut [u8], offset: u64) -> io::Result<bool> {
+        // A read that refuses to wait still starts to read ahead, and whoever then goes around the page cache reads it all
+        // a second time.
+        if self.is_cached(offset, buf.len() as u64) == Some(false) {
+            return Ok(false);
+        }
         match preadv_nowait(&self.file, buf, offset) {
             Ok(n) => Ok(n == buf.len()),
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(false),
@@ -308,6 +317,43 @@ fn write_parts(file: &File, parts: &[&[u8]], mut offset: u64) -> io::Result<()> 
         offset += wanted as u64;
     }
     Ok(())
+}
+
+/// How many pages a range of a file touches.
+fn pages_of(offset: u64, len: u64) -> u64 {
+    const PAGE: u64 = 4096;
+    if len == 0 { 0 } else { offset.saturating_add(len).div_ceil(PAGE) - offset / PAGE }
+}
+
+/// How many pages of a range are in the page cache; `None` where the kernel (before 6.5) cannot tell, or may not.
+fn cached_pages(file: &File, offset: u64, len: u64) -> Option<u64> {
+    // As the kernel has them in linux/mman.h.
+    #[repr(C)]
+    struct Range {
+        offset: u64,
+        len: u64,
+    }
+    #[repr(C)]
+    #[derive(Default)]
+    struct Found {
+        cached: u64,
+        dirty: u64,
+        writeback: u64,
+        evicted: u64,
+        recently_evicted: u64,
+    }
+    // libc does not name it yet for every machine.
+    const CACHESTAT: Option<libc::c_long> =
+        if cfg!(any(target_arch = "x86_64", target_arch = "aarch64")) { Some(451) } else { None };
+    if len == 0 {
+        return Some(0);
+    }
+    let number = CACHESTAT?;
+    let (range, mut found) = (Range { offset, len }, Found::default());
+    // SAFETY: both structures have the kernel's layout and outlive the call; only `found` is written.
+    let result =
+        unsafe { libc::syscall(number, file.as_raw_fd(), &raw const range, &raw mut found, 0u32) };
+    (result == 0).then_some(found.cached)
 }
 
 /// One read that fails with `WouldBlock` rather than wait for the disk; may be short.
@@ -432,6 +478,14 @@ mod tests {
         assert_eq!(file.read_direct_at(&mut direct[start..start + 4 * 4096], 0).unwrap(), 4 * 4096);
         assert_eq!(direct[start..start + 4 * 4096], back[..4 * 4096]);
         file.read_at(&mut back[..99], 100_000).unwrap();
+        file.sync().unwrap();
+        if file.is_cached(0, 4096).is_some() {
+            file.advise(0, 1 << 20, Advice::DontNeed);
+            assert_eq!(file.is_cached(0, 4096), Some(false));
+            assert!(!file.read_at_once(&mut again, 0).unwrap(), "nothing was read ahead by asking");
+            file.read_at(&mut again, 0).unwrap();
+            assert_eq!(file.is_cached(1, again.len() as u64 - 1), Some(true));
+        }
         assert_eq!(back[..99], [7; 99]);
     }
 

@@ -45,6 +45,11 @@ pub trait DiskFile: Send + Sync {
     /// Reads until the buffer is full or the file ends; returns how many bytes were read.
     fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize>;
 
+    /// Whether all these bytes are in memory already, where the disk can tell without fetching any of them.
+    fn is_cached(&self, _offset: u64, _len: u64) -> Option<bool> {
+        None
+    }
+
     /// Fills the buffer if that needs no wait for the disk; whether it did. A disk that cannot tell reads.
     fn read_at_once(&self, buf: &mut [u8], offset: u64) -> io::Result<bool> {
         Ok(self.read_at(buf, offset)? == buf.len())

@@ -2,7 +2,7 @@
 //!
 //! A payload is received straight into such a buffer and stays there until the last reader is done; the alignment lets
 //! the same bytes go to a file opened for direct I/O. Fresh large memory costs a page fault per 4 KiB, more than the
-//! copy out of the socket, so buffers are kept. What was not needed for a while is given back: each class of sizes
+//! copy out of the socket, so buffers are kept, and large ones are mapped in huge pages where the kernel has some. What was not needed for a while is given back: each class of sizes
 //! remembers its low-water mark, and `trim` frees that many.
 //!
 //! # Invariants
@@ -30,6 +30,8 @@ const POOL_LIMIT: u64 = 128 << 20;
 const POOLED_MAX: usize = 64 << 20;
 /// How often unused buffers are looked for.
 const TRIM_EVERY: Duration = Duration::from_secs(2);
+/// Buffers from this length on are mapped by themselves: the kernel gives them zeroed, in huge pages of this size.
+const HUGE: usize = 2 << 20;
 /// 4 KiB to 64 MiB: fourteen doublings of four steps each, and the last one.
 const CLASSES: usize = 57;
 
@@ -168,9 +170,12 @@ unsafe impl Sync for Memory {}
 impl Memory {
     fn new(size: usize) -> Memory {
         let layout = Memory::layout(size);
-        // SAFETY: the size is never zero (the smallest class is 4 KiB).
-        let start = unsafe { alloc_zeroed(layout) };
-        match NonNull::new(start) {
+        let start = match size {
+            HUGE.. => map(size),
+            // SAFETY: the size is never zero (the smallest class is 4 KiB).
+            _ => NonNull::new(unsafe { alloc_zeroed(layout) }),
+        };
+        match start {
             Some(start) => Memory { start, size },
             None => handle_alloc_error(layout),
         }
@@ -183,8 +188,39 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
+        if self.size >= HUGE {
+            // SAFETY: mapped in `new` with this start and size, and unmapped once.
+            unsafe { libc::munmap(self.start.as_ptr().cast(), self.size) };
+            return;
+        }
         // SAFETY: allocated in `new` with the same layout, and freed once.
         unsafe { dealloc(self.start.as_ptr(), Memory::layout(self.size)) }
+    }
+}
+
+/// Fresh zeroed memory that begins on the boundary of a huge page; `None` if there is none.
+fn map(size: usize) -> Option<NonNull<u8>> {
+    let all = size.checked_add(HUGE)?;
+    // SAFETY: a new private mapping, at an address of the kernel's choice.
+    let start = unsafe {
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        libc::mmap(std::ptr::null_mut(), all, access, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
+    };
+    if start == libc::MAP_FAILED {
+        return None;
+    }
+    let start = start.cast::<u8>();
+    let before = start.addr().next_multiple_of(HUGE) - start.addr();
+    // SAFETY: `before` and `HUGE - before` bytes at the ends of the mapping made above are given back and never used; both
+    // are multiples of a page. A refused hint changes nothing.
+    unsafe {
+        let begin = start.add(before);
+        if before > 0 {
+            libc::munmap(start.cast(), before);
+        }
+        libc::munmap(begin.add(size).cast(), HUGE - before);
+        libc::madvise(begin.cast(), size, libc::MADV_HUGEPAGE);
+        NonNull::new(begin)
     }
 }
 

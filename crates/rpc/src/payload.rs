@@ -86,7 +86,7 @@ impl Payload {
         match file.raw_fd() {
             None if short => Way::ReadHere,
             None => Way::ReadElsewhere,
-            Some(fd) => match (is_cached(fd, ranges), summed) {
+            Some(fd) => match (is_cached(&**file, fd, ranges), summed) {
                 (false, _) => Way::ReadElsewhere,
                 (true, false) => Way::AsIs,
                 (true, true) if short => Way::ReadHere,
@@ -268,8 +268,11 @@ pub(crate) fn ends_early(offset: u64, len: u64) -> Fault {
 
 /// Whether all ranges seem to be in the page cache. Where the file system cannot tell, yes: the price of being wrong is
 /// a thread that waits for a disk, the price of always asking elsewhere is a copy of every byte.
-fn is_cached(fd: RawFd, ranges: &[(u64, u64)]) -> bool {
+fn is_cached(file: &dyn DiskFile, fd: RawFd, ranges: &[(u64, u64)]) -> bool {
     ranges.iter().filter(|(_, len)| *len > 0).all(|(offset, len)| {
+        if let Some(cached) = file.is_cached(*offset, *len) {
+            return cached;
+        }
         let last = offset.saturating_add(len - 1);
         (*offset..last).step_by(PROBE_EVERY as usize).chain([last]).all(|at| probe(fd, at))
     })

@@ -218,6 +218,7 @@ impl Vfs {
         if most == 0 {
             return;
         }
+        let block = u64::from(self.0.meta.info().volume.block_size.max(1));
         let wanted = {
             let mut ahead = handle.ahead.lock();
             if range.start.abs_diff(ahead.next) > NEAR {
@@ -232,7 +233,11 @@ impl Vfs {
             }
             ahead.window = (ahead.window * 2).clamp(AHEAD_MIN.min(most), most);
             let from = ahead.upto.max(ahead.next);
-            let to = ahead.next + ahead.window;
+            let mut to = ahead.next + ahead.window;
+            if ahead.window >= block {
+                // Whole blocks: their servers read them in one go, around the page cache.
+                to = to.next_multiple_of(block);
+            }
             // In large steps: half a window at a time.
             if to - from.min(to) < ahead.window / 2 {
                 return;

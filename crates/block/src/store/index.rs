@@ -295,6 +295,10 @@ impl DiskFile for Held {
         self.file.read_at(buf, offset)
     }
 
+    fn is_cached(&self, offset: u64, len: u64) -> Option<bool> {
+        self.file.is_cached(offset, len)
+    }
+
     fn read_at_once(&self, buf: &mut [u8], offset: u64) -> io::Result<bool> {
         self.file.read_at_once(buf, offset)
     }

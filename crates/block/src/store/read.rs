@@ -97,8 +97,16 @@ impl Store {
     /// [`Store::get`] if that needs no wait for the disk, else `None`.
     pub fn get_now(&self, block: BlockId, piece: u8, range: Range<u32>) -> Result<Option<Found>> {
         let wanted = self.wanted(block, piece)?;
-        let mut head = AlignedBuf::with_len(wanted.head());
         let offset = wanted.entry.offset();
+        // A header in memory, read ahead with its neighbour, says nothing about the payload behind it.
+        let span = wanted.entry.span();
+        if range.start == 0
+            && range.end >= u32::from(wanted.entry.chunks)
+            && wanted.file.is_cached(offset, span.end - offset) == Some(false)
+        {
+            return Ok(None);
+        }
+        let mut head = AlignedBuf::with_len(wanted.head());
         if !wanted.file.read_at_once(&mut head, offset).map_err(|e| self.shared.io("read a piece", e))? {
             return Ok(None);
         }
