@@ -351,8 +351,7 @@ fn cached_pages(file: &File, offset: u64, len: u64) -> Option<u64> {
     let number = CACHESTAT?;
     let (range, mut found) = (Range { offset, len }, Found::default());
     // SAFETY: both structures have the kernel's layout and outlive the call; only `found` is written.
-    let result =
-        unsafe { libc::syscall(number, file.as_raw_fd(), &raw const range, &raw mut found, 0u32) };
+    let result = unsafe { libc::syscall(number, file.as_raw_fd(), &raw const range, &raw mut found, 0u32) };
     (result == 0).then_some(found.cached)
 }
 

@@ -79,7 +79,8 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     })?;
     let rate = count as f64 / seconds;
     if args.json {
-        let out = json!({"lookups": count, "seconds": seconds, "per_second": rate, "in_flight": args.in_flight});
+        let out =
+            json!({"lookups": count, "seconds": seconds, "per_second": rate, "in_flight": args.in_flight});
         println!("{out:#}");
     } else {
         println!("{rate:.0} lookups/s ({count} in {seconds:.2} s, {} in flight)", args.in_flight);
