@@ -160,6 +160,17 @@ fn every_promise_in_semantics_names_a_test_that_exists() {
 }
 
 #[test]
+fn the_map_names_what_is_there() {
+    let text = read(&top().join("ARCHITECTURE.md"));
+    let named =
+        text.split('`').skip(1).step_by(2).filter(|word| word.contains("/src/") || word.contains("/tests/"));
+    for path in named {
+        let there = top().join(path).exists() || top().join("crates").join(path).exists();
+        assert!(there, "ARCHITECTURE.md names `{path}`, which does not exist");
+    }
+}
+
+#[test]
 fn ci_runs_what_a_developer_runs() {
     let script = read(&top().join(".ci/run"));
     assert!(script.contains("exec make test"), "CI must call exactly `make test`");
