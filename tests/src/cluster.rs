@@ -23,6 +23,8 @@ use crate::wait::eventually;
 pub struct Options {
     /// How many data servers.
     pub servers: usize,
+    /// How many more metadata servers, with the same arguments and a folder each.
+    pub standbys: usize,
     /// Copies of each block, as `--redundancy` takes it; the product's default if not given.
     pub redundancy: Option<String>,
     /// How long a silent client keeps what it holds.
@@ -45,6 +47,7 @@ impl Default for Options {
     fn default() -> Options {
         Options {
             servers: 3,
+            standbys: 0,
             redundancy: None,
             session_term_ms: None,
             lease_term_ms: None,
@@ -62,11 +65,14 @@ impl Default for Options {
 pub struct Cluster {
     /// The metadata service.
     pub meta: Proc,
+    /// The others, of which one may lead.
+    pub standbys: Vec<Proc>,
     /// The data servers.
     pub data: Vec<Proc>,
     options: Options,
     client: Client,
     ports: Vec<Port>,
+    data_ports: Vec<Port>,
     mounts: AtomicU32,
 }
 
@@ -93,26 +99,43 @@ impl Cluster {
     pub fn inside(sandbox: &Arc<Sandbox>, options: Options) -> Cluster {
         let sandbox = sandbox.clone();
         let secret = make_secret(&sandbox);
-        let ports: Vec<Port> = (0..=options.servers).map(|_| Port::reserve()).collect();
-        let client = Client { sandbox: sandbox.clone(), meta: ports[0].address(), secret };
+        let metas = 1 + options.standbys;
+        let mut ports: Vec<Port> = (0..metas + options.servers).map(|_| Port::reserve()).collect();
+        let data_ports = ports.split_off(metas);
+        let addresses: Vec<String> = ports.iter().map(Port::address).collect();
+        let client = Client { sandbox: sandbox.clone(), meta: addresses.join(","), secret };
 
-        let mut meta = client.process("meta", "meta");
-        let dir = options.meta_dir.clone().unwrap_or_else(|| sandbox.path("meta"));
-        meta.args(["--dir".into(), dir.into_os_string(), "--listen".into(), ports[0].address().into()]);
-        meta.args(meta_flags(&options));
-        meta.start();
+        let mut standbys: Vec<Proc> = (0..metas)
+            .map(|n| {
+                let name = if n == 0 { "meta".to_owned() } else { format!("meta-{n}") };
+                let mut meta = client.process(&name, "meta");
+                let given = options.meta_dir.clone().filter(|_| n == 0);
+                let dir = given.unwrap_or_else(|| sandbox.path(&name));
+                meta.args([
+                    "--dir".into(),
+                    dir.into_os_string(),
+                    "--listen".into(),
+                    addresses[n].clone().into(),
+                ]);
+                meta.args(meta_flags(&options));
+                meta.start();
+                meta
+            })
+            .collect();
+        let meta = standbys.remove(0);
         let data = (0..options.servers)
             .map(|n| {
                 let mut data = client.process(&format!("data-{n}"), "data");
                 let dir = options.data_dirs.get(n).cloned();
                 let dir = dir.unwrap_or_else(|| sandbox.path(&format!("data-{n}")));
                 data.args(["--dir".into(), dir.into_os_string()]);
-                data.args(["--listen", &ports[n + 1].address()]).args(&options.data_args);
+                data.args(["--listen", &data_ports[n].address()]).args(&options.data_args);
                 data.start();
                 data
             })
             .collect();
-        let mut cluster = Cluster { meta, data, options, client, ports, mounts: AtomicU32::new(0) };
+        let mounts = AtomicU32::new(0);
+        let mut cluster = Cluster { meta, standbys, data, options, client, ports, data_ports, mounts };
         cluster.ready();
         cluster
     }
@@ -164,17 +187,16 @@ impl Cluster {
 
     /// Kills everything at the same moment, without waiting in between.
     pub fn kill_all(&mut self) {
-        self.meta.kill_soon();
-        self.data.iter().for_each(Proc::kill_soon);
-        self.meta.reap();
-        for data in &mut self.data {
-            data.reap();
+        let all = || std::iter::once(&self.meta).chain(&self.standbys).chain(&self.data);
+        all().for_each(Proc::kill_soon);
+        for process in std::iter::once(&mut self.meta).chain(&mut self.standbys).chain(&mut self.data) {
+            process.reap();
         }
     }
 
     /// Starts whatever does not run and waits until all is well.
     pub fn restart(&mut self) {
-        for process in std::iter::once(&mut self.meta).chain(&mut self.data) {
+        for process in std::iter::once(&mut self.meta).chain(&mut self.standbys).chain(&mut self.data) {
             if !process.running() {
                 process.reap();
                 process.start();
@@ -194,9 +216,14 @@ impl Cluster {
         &self.client.meta
     }
 
+    /// The address of each metadata server.
+    pub fn meta_addresses(&self) -> Vec<String> {
+        self.ports.iter().map(Port::address).collect()
+    }
+
     /// The addresses of the data servers.
     pub fn data_addresses(&self) -> Vec<String> {
-        self.ports[1..].iter().map(Port::address).collect()
+        self.data_ports.iter().map(Port::address).collect()
     }
 
     /// What a command needs to reach it.

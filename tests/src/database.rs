@@ -199,8 +199,9 @@ impl Database {
 
     fn pids(&self) -> Vec<i32> {
         let mut pids = vec![self.server.pid()];
-        let out = run(Command::new("ps").args(["-o", "pid=", "--ppid", &pids[0].to_string()])).out;
-        pids.extend(out.lines().filter_map(|l| l.trim().parse::<i32>().ok()));
+        let children =
+            std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", pids[0])).unwrap_or_default();
+        pids.extend(children.split_whitespace().filter_map(|pid| pid.parse::<i32>().ok()));
         pids
     }
 }

@@ -5,6 +5,7 @@
 
 mod cluster;
 mod data;
+mod follower;
 mod meta;
 mod mount;
 
@@ -15,6 +16,7 @@ use anyhow::Context;
 
 pub use cluster::{Cluster, tool};
 pub use data::{Data, DataOptions, DataStart};
+pub use follower::DatabaseOptions;
 pub use meta::{Meta, MetaOptions};
 pub use mount::{Mount, MountOptions, unmount};
 

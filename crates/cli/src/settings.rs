@@ -132,6 +132,14 @@ pub fn bytes(text: &str) -> Result<u64, String> {
     number.checked_mul(1 << shift).ok_or_else(wrong)
 }
 
+/// A size of at least 16 MiB.
+pub fn memory(text: &str) -> Result<u64, String> {
+    match bytes(text)? {
+        n if n < 16 << 20 => Err(format!("`{text}` is too little; give at least 16MiB")),
+        n => Ok(n),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use torchfs_proto::attr::Raw;
 use torchfs_proto::extent::NewBlock;
 use torchfs_proto::msg::block::{self, PieceInfo};
-use torchfs_proto::msg::meta::{self, Done, Op, SessionReport, StatusReport};
+use torchfs_proto::msg::meta::{self, Done, MetaReport, Op, SessionReport, StatusReport};
 use torchfs_proto::{BlockId, Code, Fault, Fence, Result, SessionId, msg};
 use torchfs_rpc::{Call, Link};
 
@@ -62,6 +62,14 @@ impl Tool {
         match self.leader.ask(Op::Status).await? {
             Done::Status(status) => Ok(status),
             other => Err(unexpected("Status", &other)),
+        }
+    }
+
+    /// The metadata service itself.
+    pub async fn meta_status(&self) -> Result<MetaReport> {
+        match self.leader.ask(Op::MetaStatus).await? {
+            Done::MetaStatus(report) => Ok(report),
+            other => Err(unexpected("MetaStatus", &other)),
         }
     }
 

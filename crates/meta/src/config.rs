@@ -55,6 +55,10 @@ pub struct Config {
     pub batch_time_ms: u32,
     /// Most dead blocks named in one call to a data server.
     pub delete_batch: usize,
+    /// Where this service listens, for people.
+    pub address: String,
+    /// Where its log is kept, for people.
+    pub engine: String,
 }
 
 impl Default for Config {
@@ -83,6 +87,8 @@ impl Default for Config {
             listen_ms_max: 30_000,
             batch_time_ms: 10_000,
             delete_batch: 1_024,
+            address: String::new(),
+            engine: "embedded".into(),
         }
     }
 }

@@ -147,6 +147,11 @@ impl Members {
         Some(Change { server: Member { up: false, ..silent.clone() }, layout: None, version })
     }
 
+    /// Nobody could be heard until now: the time does not count.
+    pub fn all_heard(&mut self, now: Instant) {
+        self.servers.values_mut().for_each(|server| server.heard = now);
+    }
+
     /// The change was ordered.
     pub fn apply(&mut self, change: Change) -> ServerId {
         let id = change.server.record.id;

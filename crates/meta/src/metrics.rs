@@ -97,5 +97,6 @@ fn name(op: &Op) -> &'static str {
         Op::Repair { .. } => "repair",
         Op::ReportBad { .. } => "report_bad",
         Op::Top => "top",
+        Op::MetaStatus => "meta_status",
     }
 }

@@ -25,6 +25,17 @@ impl Meta {
             let state = &mut *state;
             state.signals.expire(now);
             state.rests.durable(self.engine.durable());
+            if !self.engine.leads() {
+                // Requests wait meanwhile, renewals and heartbeats too.
+                state.deaf = true;
+                return;
+            }
+            if std::mem::take(&mut state.deaf) {
+                for session in state.sessions.values_mut() {
+                    session.renewed = now;
+                }
+                state.members.all_heard(now);
+            }
             self.end_silent_sessions(state, now);
             self.mark_silent_servers(state, now);
             metrics::upkeep(state.sessions.len(), state.chores.len());

@@ -219,6 +219,7 @@ fn requests(golden: &mut Golden) {
         ("known_blocks", Op::KnownBlocks { blocks: vec![new_block().id] }),
         ("list_blocks", Op::ListBlocks { after: None, limit: 10 }),
         ("collect", Op::Collect),
+        ("meta_status", Op::MetaStatus),
     ] {
         golden.add(&format!("meta.request.{label}"), request(op));
     }
@@ -289,11 +290,33 @@ fn replies(golden: &mut Golden) {
         ("known", Done::Known(vec![new_block().id])),
         ("blocks", Done::Blocks { blocks: vec![new_block()], end: true }),
         ("collected", Done::Collected { deleted: 1, waiting: 2 }),
+        ("meta_status", Done::MetaStatus(meta_report())),
     ] {
         golden.add(&format!("meta.reply.{label}"), reply(Ok(done)));
     }
     admin_replies(golden);
     golden.add("meta.reply.fault", reply(Err(Fault::new(Code::NoSpace, "what").next("next"))));
+}
+
+fn meta_report() -> meta::MetaReport {
+    let standby = meta::StandbyReport { addr: "h:2".into(), applied: Seq(4), replica_bytes: 8, silent_ms: 5 };
+    meta::MetaReport {
+        cluster: ClusterId(9),
+        leader: "h:1".into(),
+        since: Time { secs: 1, nanos: 2 },
+        fence: Fence(3),
+        incarnation: Incarnation(4),
+        engine: "postgres".into(),
+        ordered: Seq(7),
+        durable: Seq(6),
+        applied: Seq(5),
+        replica_bytes: 10,
+        replica_keys: 11,
+        overlay_bytes: 12,
+        log_bytes: 13,
+        state_bytes: 14,
+        standbys: vec![standby],
+    }
 }
 
 fn blocks(golden: &mut Golden) {

@@ -9,5 +9,6 @@ mod postgres;
 mod programs;
 mod storage;
 mod suites;
+mod takeover;
 mod tidy;
 mod two_mounts;

@@ -73,7 +73,8 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         meta_options.redundancy.get_or_insert(Scheme::Replicas(1));
         let meta_dir = args.dir.join("meta");
         roles::make_dir(&meta_dir)?;
-        let meta = roles::Meta::start(&meta_dir, &args.listen, &secret, args.insecure, &meta_options).await?;
+        let meta =
+            roles::Meta::start(&meta_dir, &args.listen, &secret, args.insecure, &meta_options, None).await?;
         let cluster = roles::Cluster::local(&meta, &secret);
         let host = args.listen.rsplit_once(':').map_or("127.0.0.1", |(host, _)| host).to_string();
         let mut servers = Vec::new();

@@ -24,6 +24,8 @@ pub struct MetaConfig {
     pub op_timeout: Duration,
     /// One attempt to connect, or to go on with the session, may take so long.
     pub attempt_timeout: Duration,
+    /// With several metadata servers: one that leaves a renewal unanswered for so long is left for the others.
+    pub silence_max: Duration,
     /// A lock that is waited for is asked for anew after so long: while it waits, later results are kept at the service.
     pub lock_wait: Duration,
     /// The pause before a request is repeated, or the addresses are gone through again.
@@ -55,6 +57,7 @@ impl MetaConfig {
             runtime,
             op_timeout: Duration::from_secs(300),
             attempt_timeout: Duration::from_secs(10),
+            silence_max: Duration::from_secs(3),
             lock_wait: Duration::from_secs(1),
             pause: Duration::from_millis(50),
             listen: Duration::from_secs(10),

@@ -210,6 +210,21 @@ impl Shared {
         }
     }
 
+    /// Leaves a silent server and looks for another one, beginning with the next.
+    pub fn leave(self: &Arc<Shared>, generation: u64) {
+        let left = {
+            let mut state = self.state.lock();
+            let left = state.lose(generation);
+            if left {
+                state.addr = (state.addr + 1) % self.config.addrs.len();
+            }
+            left
+        };
+        if left {
+            self.begin_recovery(Fault::new(Code::Timeout, "a renewal of the session was not answered"));
+        }
+    }
+
     /// Makes one try over this connection.
     pub async fn send(self: &Arc<Shared>, route: Route, op: &Op, until: Instant) -> Heard {
         let mut out = Out { shared: self, ticket: Some(route.ticket) };

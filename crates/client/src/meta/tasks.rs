@@ -84,8 +84,11 @@ impl Shared {
         let every =
             Duration::from_millis(u64::from(self.info.read().lease_ms) / 4).max(Duration::from_millis(1));
         while self.ended().is_none() {
-            let until = Instant::now() + self.config.attempt_timeout;
-            self.renew_once(until).await;
+            let limit = match self.config.addrs.len() {
+                1 => self.config.attempt_timeout,
+                _ => self.config.attempt_timeout.min(self.config.silence_max),
+            };
+            self.renew_once(Instant::now() + limit).await;
             let kick = std::pin::pin!(self.renew.notified());
             let next = Instant::now() + every;
             // Either somebody asks for a renewal now, or the time has come.
@@ -95,8 +98,13 @@ impl Shared {
 
     async fn renew_once(self: &Arc<Shared>, until: Instant) {
         let (sent, generation) = (Instant::now(), self.state.lock().generation);
-        if let Heard::Answer(Ok(Done::Renewed { space, placement, .. })) = self.once(&Op::Renew, until).await
-        {
+        let heard = self.once(&Op::Renew, until).await;
+        if matches!(heard, Heard::Again) && Instant::now() >= until && self.config.addrs.len() > 1 {
+            // It may hang while another one leads; if it leads after all, it is found again.
+            self.leave(generation);
+            return;
+        }
+        if let Heard::Answer(Ok(Done::Renewed { space, placement, .. })) = heard {
             {
                 let mut state = self.state.lock();
                 if state.generation == generation {

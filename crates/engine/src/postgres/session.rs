@@ -4,6 +4,8 @@
 //! threads for one answer, and the engine works whether or not there is a runtime around it. The price is that nobody notices
 //! that a connection died before it is used the next time, which is early enough.
 //!
+//! It may be used within a runtime of several threads, where it takes the thread it is called on, and outside of any.
+//!
 //! # Invariants
 //! - Every statement has a deadline, here and at the server. After an error that leaves the outcome open the connection is
 //!   given up.
@@ -49,7 +51,8 @@ pub struct Target {
 /// A connection, or the wish for one.
 pub struct Session {
     target: Target,
-    runtime: Runtime,
+    /// Always there; taken out at the end.
+    runtime: Option<Runtime>,
     open: Option<Open>,
 }
 
@@ -143,7 +146,7 @@ impl Session {
             .enable_all()
             .build()
             .map_err(Error::io("cannot make a runtime for the database"))?;
-        Ok(Session { target, runtime, open: None })
+        Ok(Session { target, runtime: Some(runtime), open: None })
     }
 
     /// Runs a statement and says how many rows it changed.
@@ -169,9 +172,8 @@ impl Session {
         self.connect()?;
         let limit = self.target.statement_timeout * 2;
         let Some(open) = &self.open else { return Err(lost("connect")) };
-        let done = self
-            .runtime
-            .block_on(async { tokio::time::timeout(limit, open.client.batch_execute(sql)).await });
+        let done =
+            wait(&self.runtime, async { tokio::time::timeout(limit, open.client.batch_execute(sql)).await })?;
         self.judge(done)
     }
 
@@ -188,7 +190,7 @@ impl Session {
         self.connect()?;
         let limit = self.target.statement_timeout;
         let Some(open) = &mut self.open else { return Err(lost("connect")) };
-        let done = self.runtime.block_on(async {
+        let done = wait(&self.runtime, async {
             tokio::time::timeout(limit, async {
                 let statement = match open.statements.get(sql) {
                     Some(statement) => statement.clone(),
@@ -201,7 +203,7 @@ impl Session {
                 run(&open.client, &statement).await
             })
             .await
-        });
+        })?;
         self.judge(done)
     }
 
@@ -226,12 +228,28 @@ impl Session {
         self.open = None;
         let target = &self.target;
         let limit = target.connect_timeout + target.statement_timeout;
-        let client = self.runtime.block_on(async {
+        let client = wait(&self.runtime, async {
             tokio::time::timeout(limit, connect(target)).await.unwrap_or_else(|_| Err(lost("connect")))
-        })?;
+        })??;
         self.open = Some(Open { client, statements: HashMap::new() });
         Ok(())
     }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.open = None;
+        if let Some(runtime) = self.runtime.take() {
+            // Its one thread is the caller's: nothing is left running, and nothing is waited for.
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// Runs something to its end on this thread.
+fn wait<T>(runtime: &Option<Runtime>, work: impl Future<Output = T>) -> Result<T> {
+    let Some(runtime) = runtime else { return Err(lost("connect")) };
+    Ok(tokio::task::block_in_place(|| runtime.block_on(work)))
 }
 
 async fn connect(target: &Target) -> Result<Client> {

@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 use std::time::Instant;
 
 use torchfs_proto::extent::NewBlock;
-use torchfs_proto::msg::meta::{Done, Op, StatusReport};
+use torchfs_proto::msg::meta::{Done, MetaReport, Op, StandbyReport, StatusReport};
 use torchfs_proto::record::Block;
 use torchfs_proto::{BlockId, Code, Fault, Result, SessionId, VolumeId, key};
 
@@ -39,6 +39,7 @@ impl Meta {
             }
             Op::Placement => Done::Placement(state.members.placement()),
             Op::Status => Done::Status(self.status(state)?),
+            Op::MetaStatus => Done::MetaStatus(self.meta_status()),
             Op::Sessions => Done::Sessions(self.session_reports(state, now)?),
             Op::Evict { session } => {
                 if !state.sessions.contains_key(session) {
@@ -133,6 +134,33 @@ impl Meta {
             volumes: state.volumes.values().map(|volume| volume.name.clone()).collect(),
             repair: None,
         })
+    }
+
+    fn meta_status(&self) -> MetaReport {
+        let stats = self.engine.stats();
+        let standby = |peer: torchfs_engine::Peer| StandbyReport {
+            addr: peer.address,
+            applied: peer.applied,
+            replica_bytes: peer.replica_bytes,
+            silent_ms: peer.silent_ms,
+        };
+        MetaReport {
+            cluster: self.engine.cluster(),
+            leader: self.config.address.clone(),
+            since: self.since,
+            fence: self.engine.fence(),
+            incarnation: self.engine.incarnation(),
+            engine: self.config.engine.clone(),
+            ordered: stats.ordered,
+            durable: stats.durable,
+            applied: stats.applied,
+            replica_bytes: stats.replica_bytes,
+            replica_keys: stats.replica_keys,
+            overlay_bytes: stats.overlay_bytes,
+            log_bytes: stats.log_bytes,
+            state_bytes: stats.state_bytes,
+            standbys: self.engine.peers().into_iter().map(standby).collect(),
+        }
     }
 
     fn list_blocks(&self, state: &State, after: Option<BlockId>, limit: u32) -> Result<Done> {

@@ -8,6 +8,8 @@
 //! - A batch is ordered in the same critical section in which it was decided.
 //! - A request that waits for recalls is not ordered and blocks no other, least of all from the recalled session.
 //! - An answer that rests on another session's change leaves only when that change is durable.
+//! - Every answer leaves under the lead, asked after everything it rests on was read. While the lead is in doubt requests
+//!   wait, before they are decided and before they are answered.
 //!
 //! # Not here
 //! What operations mean: `namespace/`. Sockets and timers: `server.rs`.
@@ -39,13 +41,15 @@ use crate::rests::Rests;
 use crate::view::View;
 use locking::Waiter;
 use sessions::Session;
-use signals::{Board, Durable, Fired, Signal, Signals, Topic};
+use signals::{Board, Durable, Fired, Leading, Signal, Signals, Topic};
 
 /// The metadata service of one store.
 pub struct Meta {
     pub(crate) engine: Arc<dyn Engine>,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) config: Config,
+    /// When the service began.
+    pub(crate) since: torchfs_proto::attr::Time,
     board: Arc<Board>,
     pub(crate) state: Mutex<State>,
 }
@@ -65,6 +69,8 @@ pub(crate) struct State {
     pub grace: Option<Instant>,
     /// When a batch's time was last noted.
     pub noted: Option<Instant>,
+    /// The lead was in doubt at the last tick: nobody could be heard meanwhile.
+    pub deaf: bool,
     pub deleted: u64,
     pub check: Option<crate::check::Run>,
     pub stopped: bool,
@@ -140,8 +146,20 @@ impl Meta {
             listen_until: None,
             counted: false,
         };
+        let mut reply = match self.lead().await {
+            Ok(()) => self.decided(&request, &mut hold).await,
+            Err(fault) => self.refusal(fault),
+        };
+        if let Err(fault) = self.lead().await {
+            reply = self.refusal(fault);
+        }
+        reply
+    }
+
+    /// The answer, if this service still leads when it leaves.
+    async fn decided(&self, request: &Request, hold: &mut Hold<'_>) -> Reply {
         loop {
-            match self.step(&request, &mut hold) {
+            match self.step(request, hold) {
                 Step::Reply(reply) => return reply,
                 Step::Durable(seq, mut reply) => {
                     metrics::waited_durable();
@@ -155,6 +173,22 @@ impl Meta {
                 Step::Wait(signal) => Fired(signal).await,
                 Step::Again => {}
             }
+        }
+    }
+
+    /// Waits while the lead is in doubt.
+    fn lead(&self) -> Leading<'_> {
+        Leading::new(&*self.engine, &self.board)
+    }
+
+    fn refusal(&self, fault: Fault) -> Reply {
+        Reply {
+            fence: self.engine.fence(),
+            ordered: Seq(0),
+            durable: self.engine.durable(),
+            lease_epoch: 0,
+            grants: Vec::new(),
+            result: Err(fault),
         }
     }
 

@@ -64,6 +64,8 @@ impl Meta {
         let board = Arc::new(Board::default());
         let told = board.clone();
         engine.on_durable(Box::new(move |how_far| told.tell(how_far)));
+        let told = board.clone();
+        engine.on_lead(Box::new(move || told.lead()));
         let state = State {
             sessions,
             leases,
@@ -76,11 +78,13 @@ impl Meta {
             chores,
             grace,
             noted: None,
+            deaf: false,
             deleted: 0,
             check: None,
             stopped: false,
         };
-        Ok(Meta { engine, clock, config, board, state: Mutex::new(state) })
+        let since = Time::from_ns(wall_ns);
+        Ok(Meta { engine, clock, config, since, board, state: Mutex::new(state) })
     }
 }
 

@@ -117,6 +117,8 @@ impl Signals {
 pub struct Board {
     next: AtomicU64,
     waiting: Mutex<BTreeMap<(Seq, u64), Waker>>,
+    /// Those that wait until it is sure who leads.
+    doubting: Mutex<BTreeMap<u64, Waker>>,
     failed: Mutex<Option<Fault>>,
 }
 
@@ -137,6 +139,62 @@ impl Board {
             }
         };
         woken.into_values().for_each(Waker::wake);
+        if self.failed.lock().is_some() {
+            self.lead();
+        }
+    }
+
+    /// Called by the engine when it leads for sure again.
+    pub fn lead(&self) {
+        let woken = std::mem::take(&mut *self.doubting.lock());
+        woken.into_values().for_each(Waker::wake);
+    }
+}
+
+/// Waits until the engine leads for sure, or the log failed. What was read before is then of the newest state: nobody else
+/// has led meanwhile, or it fails.
+pub struct Leading<'a> {
+    engine: &'a dyn Engine,
+    board: &'a Board,
+    id: Option<u64>,
+}
+
+impl<'a> Leading<'a> {
+    /// Ready at the first poll as a rule.
+    pub fn new(engine: &'a dyn Engine, board: &'a Board) -> Leading<'a> {
+        Leading { engine, board, id: None }
+    }
+
+    fn look(&self) -> Option<Result<()>> {
+        if self.engine.leads() {
+            return Some(Ok(()));
+        }
+        self.board.failed.lock().clone().map(Err)
+    }
+}
+
+impl Future for Leading<'_> {
+    type Output = Result<()>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<()>> {
+        if let Some(result) = self.look() {
+            return Poll::Ready(result);
+        }
+        let board = self.board;
+        let id = *self.id.get_or_insert_with(|| board.next.fetch_add(1, Ordering::Relaxed));
+        self.board.doubting.lock().insert(id, cx.waker().clone());
+        match self.look() {
+            Some(result) => Poll::Ready(result),
+            None => Poll::Pending,
+        }
+    }
+}
+
+impl Drop for Leading<'_> {
+    fn drop(&mut self) {
+        if let Some(id) = self.id {
+            self.board.doubting.lock().remove(&id);
+        }
     }
 }
 

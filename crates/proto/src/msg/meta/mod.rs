@@ -28,7 +28,9 @@ pub use admin::{
     BadPiece, DrainReport, Policy, RepairReport, ScrubReport, SessionTop, VolumeOp, VolumePolicy,
     VolumeReport,
 };
-pub use reply::{DirEntry, Done, Event, SessionInfo, SessionReport, StatusReport, VolumeUse};
+pub use reply::{
+    DirEntry, Done, Event, MetaReport, SessionInfo, SessionReport, StandbyReport, StatusReport, VolumeUse,
+};
 
 /// Method numbers in the frame's header.
 pub mod method {
@@ -649,6 +651,9 @@ pub enum Op {
     /// What each session does.
     #[n(87)]
     Top,
+    /// The metadata service itself: who leads, how far its log is, who follows.
+    #[n(70)]
+    MetaStatus,
 }
 
 /// Most pieces in one ReportBad or heartbeat.

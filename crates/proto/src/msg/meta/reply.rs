@@ -3,10 +3,10 @@
 use minicbor::{Decode, Encode};
 
 use super::{FileLock, OpenSession, RepairReport, SessionTop, VolumeReport};
-use crate::attr::{Attr, Kind, Raw, VolumeInfo};
+use crate::attr::{Attr, Kind, Raw, Time, VolumeInfo};
 use crate::extent::{Extent, NewBlock};
 use crate::layout::{Placement, ServerInfo};
-use crate::{BlockId, ClusterId, IdRange, Incarnation, Ino, LayoutId, ServerId, SessionId};
+use crate::{BlockId, ClusterId, Fence, IdRange, Incarnation, Ino, LayoutId, Seq, ServerId, SessionId};
 
 /// What came of an operation.
 #[derive(Clone, PartialEq, Eq, Debug, Encode, Decode)]
@@ -205,6 +205,9 @@ pub enum Done {
     /// What sessions do.
     #[n(42)]
     Top(#[n(0)] Vec<SessionTop>),
+    /// The metadata service itself.
+    #[n(48)]
+    MetaStatus(#[n(0)] MetaReport),
 }
 
 /// What a session needs to know.
@@ -397,4 +400,71 @@ pub struct StatusReport {
     /// How repair, moves and scrub go on.
     #[n(14)]
     pub repair: Option<RepairReport>,
+}
+
+/// The metadata service as people see it.
+#[derive(Clone, PartialEq, Eq, Debug, Encode, Decode)]
+pub struct MetaReport {
+    /// The cluster.
+    #[n(0)]
+    pub cluster: ClusterId,
+    /// Where the leader listens.
+    #[n(1)]
+    pub leader: String,
+    /// Since when it leads.
+    #[n(2)]
+    pub since: Time,
+    /// Its fence.
+    #[n(3)]
+    pub fence: Fence,
+    /// Its incarnation.
+    #[n(4)]
+    pub incarnation: Incarnation,
+    /// Where its log is kept: `embedded`, `postgres`.
+    #[n(5)]
+    pub engine: String,
+    /// The last batch ordered.
+    #[n(6)]
+    pub ordered: Seq,
+    /// The last batch that is durable.
+    #[n(7)]
+    pub durable: Seq,
+    /// The last batch in the leader's replica.
+    #[n(8)]
+    pub applied: Seq,
+    /// Bytes of the leader's replica.
+    #[n(9)]
+    pub replica_bytes: u64,
+    /// Pairs in it.
+    #[n(10)]
+    pub replica_keys: u64,
+    /// Bytes in memory that are not in it yet.
+    #[n(11)]
+    pub overlay_bytes: u64,
+    /// Bytes of the log.
+    #[n(12)]
+    pub log_bytes: u64,
+    /// Bytes of the state in the database; 0 without one.
+    #[n(13)]
+    pub state_bytes: u64,
+    /// Servers that follow.
+    #[n(14)]
+    pub standbys: Vec<StandbyReport>,
+}
+
+/// A metadata server that follows.
+#[derive(Clone, PartialEq, Eq, Debug, Encode, Decode)]
+pub struct StandbyReport {
+    /// Where it listens.
+    #[n(0)]
+    pub addr: String,
+    /// The last batch that it has.
+    #[n(1)]
+    pub applied: Seq,
+    /// Bytes of its replica.
+    #[n(2)]
+    pub replica_bytes: u64,
+    /// Milliseconds since it said so.
+    #[n(3)]
+    pub silent_ms: u64,
 }
