@@ -18,3 +18,9 @@ pub const GET_BYTES: &str = "torchfs_client_get_bytes_total";
 pub const HEDGES: &str = "torchfs_client_hedges_total";
 /// Copies that were corrupt, missing or out of reach when they were read.
 pub const BAD_COPIES: &str = "torchfs_client_bad_copies_total";
+/// Reads of coded blocks for which a piece was missing, corrupt or slow.
+pub const DEGRADED_GETS: &str = "torchfs_client_degraded_gets_total";
+/// Bytes of shards computed for such reads.
+pub const REBUILT_BYTES: &str = "torchfs_client_rebuilt_bytes_total";
+/// Times that bad pieces were told to the metadata service.
+pub const REPORTS: &str = "torchfs_client_bad_reports_total";

@@ -111,6 +111,7 @@ async fn a_server_that_is_down_is_substituted_and_the_commit_will_know() {
     cluster.disks[1].set(Mood::Down);
     let block = cluster.put(0).await;
     assert_eq!(block.substitutes, [(1, ServerId(3))]);
+    assert_eq!(block.servers, [ServerId(1), ServerId(3)]);
     assert!(cluster.disks[2].pieces.lock().contains_key(&(id(0), 1)));
     cluster.disks[0].set(Mood::Down);
     cluster.check(&block).await;
@@ -225,10 +226,13 @@ async fn reads_of_one_block_ask_one_server_when_all_is_well() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn erasure_coded_layouts_are_refused_by_name() {
-    let cluster = cluster(Transport::Local, 2).await;
-    let put = cluster.blocks.put(id(0), LayoutId(2), vec![content(0)], Compression::None);
+async fn other_bytes_under_the_same_id_are_refused_loudly() {
+    let cluster = cluster(Transport::Local, 3).await;
+    cluster.put(0).await;
+    let same = cluster.put(0).await;
+    assert_eq!(same.servers, [ServerId(1), ServerId(2)]);
+    let put = cluster.blocks.put(id(0), LayoutId(1), vec![content(9)], Compression::Lz4);
     let fault = soon("a put", put).await.expect_err("refused");
-    assert_eq!(fault.code, Code::Unsupported);
-    assert!(fault.what.contains("ec:4+2"), "{fault}");
+    assert_eq!(fault.code, Code::Exists);
+    assert!(fault.next.contains("report this"), "{fault}");
 }

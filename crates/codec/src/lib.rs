@@ -94,6 +94,11 @@ pub fn verify_chunk(block: BlockId, index: u32, info: &ChunkInfo, stored: &[u8])
 /// Checks and unpacks one chunk. A chunk stored raw is returned as it came, without a copy.
 pub fn decode_chunk(block: BlockId, index: u32, info: &ChunkInfo, stored: Bytes) -> Result<Bytes, Error> {
     verify_chunk(block, index, info, &stored)?;
+    unpack_chunk(block, index, info, stored)
+}
+
+/// Unpacks one chunk that was checked before. A chunk stored raw is returned as it came, without a copy.
+pub fn unpack_chunk(block: BlockId, index: u32, info: &ChunkInfo, stored: Bytes) -> Result<Bytes, Error> {
     if info.codec == codec::RAW {
         return Ok(stored);
     }

@@ -1,14 +1,17 @@
 //! The bytes of blocks: put to every server of their group, fetched from the fastest that has them.
 //!
-//! - `put`: pack, place, wait until all pieces are durable · `get`: pick a source, hedge, verify · `servers`: the data servers
-//!   and how they are doing · `scheme`: how a block becomes pieces.
+//! - `put`: pack, place, wait until all pieces are durable · `get`: pick a source, hedge, verify · `coded`: the same where pieces
+//!   are parts · `report`: bad pieces are told to the metadata service · `servers`: the data servers and how they are doing ·
+//!   `scheme`: how a block becomes pieces.
 //!
 //! # Invariants
 //! - What `get` returns matches the checksums that the writer computed for exactly this block and these chunks.
 //! - What `put` returns is durable on a server for every piece, and names every piece that is not where its group says.
 
+mod coded;
 mod get;
 mod put;
+mod report;
 mod scheme;
 mod servers;
 
@@ -24,6 +27,7 @@ use torchfs_proto::layout::{Layout, Placement};
 use torchfs_proto::{BlockId, Code, Fault, LayoutId, Result};
 
 use crate::{Connector, Meta};
+use report::Reports;
 use servers::Servers;
 
 /// Settings of [`Blocks`].
@@ -72,6 +76,7 @@ impl Default for BlocksConfig {
 pub struct Blocks {
     meta: Arc<Meta>,
     servers: Servers,
+    reports: Arc<Reports>,
     /// In units of [`UNIT`] bytes.
     room: Semaphore,
     units: u32,
@@ -86,11 +91,13 @@ impl Blocks {
     pub fn new(meta: Arc<Meta>, connector: Arc<dyn Connector>, config: BlocksConfig) -> Arc<Blocks> {
         let units = u32::try_from(config.put_bytes_max / UNIT).unwrap_or(u32::MAX).max(1);
         let servers = Servers::new(connector, meta.runtime().clone());
-        Arc::new(Blocks { meta, servers, room: Semaphore::new(units as usize), units, config })
+        let reports = Arc::default();
+        Arc::new(Blocks { meta, servers, reports, room: Semaphore::new(units as usize), units, config })
     }
 
-    /// Puts a block of at most 16 MiB; returns when every piece is durable. What is returned goes into the commit that names
-    /// the block. Dropping the future leaves pieces that nobody names; garbage collection removes them.
+    /// Puts a block of at most 16 MiB; returns when every piece is durable. It goes to the layout that is in use where this one
+    /// was chosen. What is returned goes into the commit that names the block. Dropping the future leaves pieces that
+    /// nobody names; garbage collection removes them.
     pub async fn put(
         &self,
         id: BlockId,
@@ -107,20 +114,17 @@ impl Blocks {
         self.get_chunks(block, chunks).await
     }
 
-    /// The placement and the layout of a block, fetched again if the layout is not known yet.
-    async fn layout(&self, id: LayoutId) -> Result<(Arc<Placement>, Layout)> {
-        let mut placement = self.meta.placement();
-        if find(&placement, id).is_none() {
-            placement = self.meta.fetch_placement().await?;
-        }
-        let layout = find(&placement, id).cloned().filter(|layout| !layout.groups.is_empty());
-        match layout {
-            Some(layout) => Ok((placement, layout)),
-            None => Err(Fault::new(Code::Invalid, format!("layout {id} is not in the placement"))),
+    /// A placement that has this layout, fetched again if it is not known yet.
+    async fn placement(&self, id: LayoutId) -> Result<Arc<Placement>> {
+        let placement = self.meta.placement();
+        match placement.layout(id) {
+            Some(_) => Ok(placement),
+            None => self.meta.fetch_placement().await,
         }
     }
 }
 
-fn find(placement: &Placement, id: LayoutId) -> Option<&Layout> {
-    placement.layouts.iter().find(|layout| layout.id == id)
+fn layout(placement: &Placement, id: LayoutId) -> Result<&Layout> {
+    let unknown = || Fault::new(Code::Invalid, format!("layout {id} is not in the placement"));
+    placement.layout(id).ok_or_else(unknown)
 }

@@ -1,38 +1,66 @@
-//! Putting a block: pack it, put every piece, choose substitutes for servers that cannot take theirs.
+//! Putting a block: pack it, cut it into pieces, put every piece, choose substitutes for servers that cannot take theirs.
+//!
+//! A piece goes to the home that its group names, or, if that server is down, silent or full, to another one that holds no
+//! piece of the block; the commit says where each piece is. While fewer servers live than there are pieces the put waits,
+//! and at last fails with the names of those it missed.
+//!
+//! # Invariants
+//! - No two pieces of a block are put to one server.
+//! - A piece is packed once: every try sends the same bytes, so a try that arrived although its answer was lost does no harm. It may
+//!   leave a second copy of the piece on a server where nobody will look for it; the metadata service finds and drops those.
 
-use std::collections::HashSet;
-use std::time::Instant;
+use std::collections::{HashMap, HashSet};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use futures_util::future::try_join_all;
+use futures_util::future::{Either, select, try_join_all};
 use parking_lot::Mutex;
-use torchfs_codec::{ChunkInfo, Encoded};
+use torchfs_codec::Encoded;
 use torchfs_proto::attr::Compression;
 use torchfs_proto::extent::NewBlock;
-use torchfs_proto::layout::Placement;
+use torchfs_proto::layout::{Placement, ServerInfo, ServerState};
 use torchfs_proto::msg::block::{Op, Request};
 use torchfs_proto::{BlockId, Code, Fault, LayoutId, Result, ServerId};
 use torchfs_rpc::Payload;
 
-use super::{Blocks, UNIT, scheme};
+use super::get::is_up;
+use super::scheme::Shape;
+use super::{Blocks, UNIT, layout};
 use crate::metrics;
 
+/// How often a put that waits for its server looks whether that is still thought to live.
+const LOOK: Duration = Duration::from_millis(250);
+
 /// What all pieces of one put share.
-struct Put<'a> {
+struct Put {
     id: BlockId,
+    len: u32,
     layout: LayoutId,
-    chunks: &'a [ChunkInfo],
-    payload: &'a [Bytes],
+    pieces: Vec<NewPiece>,
     until: Instant,
-    /// Servers that hold or try a piece: no two pieces share one.
-    taken: Mutex<HashSet<ServerId>>,
+    state: Mutex<State>,
+}
+
+/// A piece as it is sent.
+struct NewPiece {
+    /// The number under which its first chunk is checksummed.
+    first: u32,
+    body: Encoded,
+}
+
+#[derive(Default)]
+struct State {
+    /// Who holds or tries which piece.
+    taken: HashMap<ServerId, u8>,
+    /// What each piece waits for.
+    waits: HashMap<u8, Fault>,
 }
 
 impl Blocks {
     pub(super) async fn put_block(
         &self,
         id: BlockId,
-        layout: LayoutId,
+        chosen: LayoutId,
         data: Vec<Bytes>,
         compression: Compression,
     ) -> Result<NewBlock> {
@@ -45,88 +73,99 @@ impl Blocks {
             unreachable!("the semaphore is never closed")
         };
         let until = Instant::now() + self.config.op_timeout;
-        let encoded = self.encode(id, data, compression).await?;
-        let (_, known) = self.layout(layout).await?;
-        let group = scheme::group(&known, id)?;
-        let put = Put {
-            id,
-            layout,
-            chunks: &encoded.chunks,
-            payload: &encoded.payload,
-            until,
-            taken: Mutex::new(group.servers.iter().copied().collect()),
+        let placement = self.placement(chosen).await?;
+        let known = placement.current(chosen).map_or_else(|| layout(&placement, chosen), Ok)?;
+        let shape = Shape::of(known, id, len as u32)?;
+        let pieces = self.pack(id, data, compression, shape).await?;
+        let mut state = State::default();
+        for piece in 0..shape.pieces {
+            state.taken.extend(shape.home(piece).map(|home| (home, piece)));
+        }
+        let state = Mutex::new(state);
+        let put = Put { id, len: len as u32, layout: known.id, pieces, until, state };
+        let all = (0..shape.pieces).map(|piece| self.put_piece(&put, piece));
+        let servers = match try_join_all(all).await {
+            Ok(servers) => servers,
+            Err(fault) => return Err(put.failed(fault)),
         };
-        let pieces = (0..group.servers.len()).map(|piece| self.put_piece(&put, piece));
-        let moving =
-            group.moving_to.iter().enumerate().map(|(piece, server)| self.put_moving(&put, piece, *server));
-        let (servers, _) = futures_util::future::try_join(try_join_all(pieces), try_join_all(moving)).await?;
 
-        // The group may have changed meanwhile: what counts is where the pieces are and what readers will be told.
-        let (_, known) = self.layout(layout).await?;
-        let group = scheme::group(&known, id)?;
+        // The group may have changed meanwhile. The service compares with what it knows then; this is for our own reads.
+        let placement = self.placement(put.layout).await?;
+        let shape = Shape::of(layout(&placement, put.layout)?, id, put.len)?;
         let substitutes: Vec<(u8, ServerId)> = (0u8..)
             .zip(&servers)
-            .filter(|(piece, server)| group.servers.get(usize::from(*piece)) != Some(server))
-            .map(|(piece, server)| (piece, *server))
+            .filter(|(n, s)| shape.home(*n) != Some(**s))
+            .map(|(n, s)| (n, *s))
             .collect();
         ::metrics::counter!(metrics::PUTS).increment(1);
         ::metrics::counter!(metrics::PUT_BYTES).increment(len);
         ::metrics::counter!(metrics::SUBSTITUTES).increment(substitutes.len() as u64);
-        let stored = encoded.stored() * servers.len() as u64;
-        Ok(NewBlock { id, len: len as u32, layout, substitutes, stored, servers: Vec::new() })
+        let stored = put.pieces.iter().map(|piece| piece.body.stored()).sum();
+        Ok(NewBlock { id, len: put.len, layout: put.layout, substitutes, stored, servers })
     }
 
-    async fn encode(&self, id: BlockId, data: Vec<Bytes>, compression: Compression) -> Result<Encoded> {
+    /// Packs the chunks and makes the pieces.
+    async fn pack(
+        &self,
+        id: BlockId,
+        data: Vec<Bytes>,
+        compression: Compression,
+        shape: Shape<'_>,
+    ) -> Result<Vec<NewPiece>> {
         let compression = match compression {
             Compression::None => torchfs_codec::Compression::None,
             Compression::Lz4 => torchfs_codec::Compression::Lz4,
             Compression::Zstd => torchfs_codec::Compression::Zstd(self.config.zstd_level),
         };
-        let large = data.iter().map(Bytes::len).sum::<usize>() >= self.config.offload_from;
-        let encode = move || torchfs_codec::encode(id, &data, compression);
-        let encoded =
-            if large {
-                self.servers.runtime().spawn_blocking(encode).await.map_err(|error| {
-                    Fault::new(Code::Internal, format!("packing block {id} failed: {error}"))
-                })?
-            } else {
-                encode()
+        let bytes = data.iter().map(Bytes::len).sum::<usize>();
+        let (code, copies) = (shape.code, shape.pieces);
+        let pack = move || {
+            let encoded = torchfs_codec::encode(id, &data, compression)?;
+            let Some(code) = code else {
+                return Ok((0..copies).map(|_| NewPiece { first: 0, body: encoded.clone() }).collect());
             };
-        encoded.map_err(|error| Fault::new(Code::Io, error.to_string()))
+            let count = encoded.chunks.len() as u32;
+            let pieces = (0..).zip(code.split(id, &encoded)?);
+            Ok(pieces.map(|(n, body)| NewPiece { first: code.first_index(n, count), body }).collect())
+        };
+        let packed: Result<_, torchfs_codec::Error> = self.offload(bytes, pack).await?;
+        packed.map_err(|error| Fault::new(Code::Io, error.to_string()))
     }
 
     /// Puts one piece where its group says, or on a substitute; returns where it is.
-    async fn put_piece(&self, put: &Put<'_>, piece: usize) -> Result<ServerId> {
+    async fn put_piece(&self, put: &Put, piece: u8) -> Result<ServerId> {
         let mut failed: HashSet<ServerId> = HashSet::new();
         let mut last: Option<Fault> = None;
         loop {
-            let (placement, layout) = self.layout(put.layout).await?;
-            let group = scheme::group(&layout, put.id)?;
-            let Some(home) = group.servers.get(piece).copied() else {
-                return Err(Fault::new(
-                    Code::StalePlacement,
-                    format!("the group of block {} became smaller", put.id),
-                ));
+            let placement = self.placement(put.layout).await?;
+            let shape = Shape::of(layout(&placement, put.layout)?, put.id, put.len)?;
+            let Some(home) = shape.home(piece) else {
+                let what = format!("the group of block {} became smaller", put.id);
+                return Err(Fault::new(Code::StalePlacement, what));
             };
-            let Some(server) = self.choose(put, &placement, home, &failed) else {
+            let Some(server) = self.choose(put, &placement, piece, home, &failed) else {
                 // Every server that could take it has failed by now: begin anew if they may come back.
-                if let Some(fault) =
-                    last.take().filter(|fault| !fault.code.retry() || self.is_late(put.until))
-                {
+                let fault = last.take().unwrap_or_else(|| {
+                    let what = format!("no data server is free to take piece {piece} of block {}", put.id);
+                    Fault::new(Code::Unreachable, what)
+                });
+                if !may_pass(&fault) || self.is_late(put.until) {
                     return Err(fault);
                 }
+                put.waits(piece, fault);
                 failed.clear();
                 self.rest(put.until).await;
                 continue;
             };
-            let fault = match self.put_once(put, &placement, group.version, piece, server).await {
-                Ok(()) => return Ok(server),
+            let fault = match self.put_once(put, &placement, shape.group.version, piece, server).await {
+                Ok(()) => {
+                    put.state.lock().waits.remove(&piece);
+                    return Ok(server);
+                }
                 Err(fault) => fault,
             };
-            if server != home {
-                put.taken.lock().remove(&server);
-            }
-            if self.is_late(put.until) {
+            put.release(server, piece);
+            if self.is_late(put.until) || fault.code == Code::Exists {
                 return Err(fault);
             }
             match fault.code {
@@ -140,6 +179,7 @@ impl Blocks {
                 Code::Overloaded => self.rest(put.until).await,
                 _ => {
                     tracing::debug!(block = %put.id, piece, "a piece goes elsewhere: {fault}");
+                    put.waits(piece, fault.clone());
                     failed.insert(server);
                     last = Some(fault);
                 }
@@ -147,81 +187,98 @@ impl Blocks {
         }
     }
 
-    /// Writes a piece to the server that its group moves to as well.
-    async fn put_moving(&self, put: &Put<'_>, piece: usize, server: ServerId) -> Result<()> {
-        let (placement, layout) = self.layout(put.layout).await?;
-        let group = scheme::group(&layout, put.id)?;
-        if !group.moving_to.contains(&server) || group.servers.contains(&server) {
-            return Ok(()); // it moved already, or holds a piece anyway
-        }
-        self.put_once(put, &placement, group.version, piece, server).await
-    }
-
-    /// The server to try next: the group's own, unless it failed or is known to be down and another can take the piece.
+    /// The server to try next, which is taken for the piece: its home, unless that failed or is known to be down and another
+    /// one can take the piece.
     fn choose(
         &self,
-        put: &Put<'_>,
+        put: &Put,
         placement: &Placement,
+        piece: u8,
         home: ServerId,
         failed: &HashSet<ServerId>,
     ) -> Option<ServerId> {
-        let is_up = |id: ServerId| placement.servers.iter().any(|server| server.id == id && server.up);
         let shunned = |id: ServerId| {
             self.servers.find(placement, id).map_or(true, |server| server.failed_within(self.config.shun))
         };
-        let home_fails = failed.contains(&home);
-        if !home_fails && is_up(home) && !shunned(home) {
+        let taken = &mut put.state.lock().taken;
+        let home_free = taken.get(&home).is_none_or(|by| *by == piece) && !failed.contains(&home);
+        if home_free && is_up(placement, home) && !shunned(home) {
+            taken.insert(home, piece);
             return Some(home);
         }
-        let mut taken = put.taken.lock();
-        let zones: Vec<&str> = placement
+        let others = |server: &ServerInfo| taken.get(&server.id).is_some_and(|by| *by != piece);
+        let zones: HashSet<&str> = placement
             .servers
             .iter()
-            .filter(|server| taken.contains(&server.id) && server.id != home && !server.zone.is_empty())
+            .filter(|server| others(server))
             .map(|server| server.zone.as_str())
             .collect();
-        let substitute = placement
+        let candidates: Vec<&ServerInfo> = placement
             .servers
             .iter()
-            .filter(|server| server.up && !taken.contains(&server.id) && !failed.contains(&server.id))
+            .filter(|server| server.up && server.state <= ServerState::Suspected && !server.draining)
+            .filter(|server| !taken.contains_key(&server.id) && !failed.contains(&server.id))
             .filter(|server| !shunned(server.id))
-            .max_by_key(|server| (!zones.contains(&server.zone.as_str()), server.free))
-            .map(|server| server.id);
-        match substitute {
-            Some(substitute) => {
-                taken.insert(substitute);
-                Some(substitute)
-            }
-            None => (!home_fails).then_some(home),
-        }
+            .collect();
+        let most = candidates.iter().map(|server| server.free / 8).max().unwrap_or(0).max(1);
+        let substitute = candidates.into_iter().max_by_key(|server| {
+            let new_zone = !server.zone.is_empty() && !zones.contains(server.zone.as_str());
+            // Among those with about as much room the blocks take turns.
+            let turn =
+                put.id.counter.wrapping_add(u64::from(server.id.0)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            (new_zone, server.free / most, turn >> 32)
+        });
+        let chosen = match substitute {
+            Some(substitute) => substitute.id,
+            None if home_free => home,
+            None => return None,
+        };
+        taken.insert(chosen, piece);
+        Some(chosen)
     }
 
     async fn put_once(
         &self,
-        put: &Put<'_>,
+        put: &Put,
         placement: &Placement,
         group_version: u32,
-        piece: usize,
+        piece: u8,
         server: ServerId,
     ) -> Result<()> {
+        let was_up = is_up(placement, server);
         let server = self.servers.find(placement, server)?;
+        let NewPiece { first, body } = &put.pieces[usize::from(piece)];
         let request = Request {
             session: self.meta.info().session.0,
             capability: None,
             op: Op::Put {
                 block: put.id,
-                piece: piece as u8,
+                piece,
                 layout: put.layout,
                 group_version,
-                chunks: put.chunks.to_vec(),
-                first: 0,
+                chunks: body.chunks.clone(),
+                first: *first,
             },
         };
         let until = put.until.min(Instant::now() + self.config.put_timeout);
-        match server.call(&request, Payload::Parts(put.payload.to_vec()), until).await {
+        let mut call = std::pin::pin!(server.call(&request, Payload::Parts(body.payload.clone()), until));
+        let result = loop {
+            match select(call.as_mut(), std::pin::pin!(self.sleep(LOOK))).await {
+                Either::Left((result, _)) => break result,
+                // A server that was cut off does not refuse: no need to wait for it longer than the others do.
+                Either::Right(_) if was_up && !is_up(&self.meta.placement(), server.id) => {
+                    break Err(server.named(Fault::new(Code::Unreachable, "it went down")));
+                }
+                Either::Right(_) => {}
+            }
+        };
+        match result {
             Ok(_) => Ok(()),
-            // A first try arrived and its answer was lost: ids are never used twice, so this is the same piece.
-            Err(fault) if fault.code == Code::Exists => Ok(()),
+            Err(fault) if fault.code == Code::Exists => Err(Fault::new(
+                Code::Exists,
+                format!("other bytes are stored under the id of block {}: {}", put.id, fault.what),
+            )
+            .next("report this: an id was given twice")),
             Err(fault) => Err(Fault { what: format!("putting block {}: {}", put.id, fault.what), ..fault }),
         }
     }
@@ -233,11 +290,44 @@ impl Blocks {
 
     /// Waits a little, not beyond `until`.
     pub(super) async fn rest(&self, until: Instant) {
-        let at = until.min(Instant::now() + self.config.pause);
-        let sleep = {
-            let _context = self.servers.runtime().enter();
-            tokio::time::sleep_until(at.into())
-        };
-        sleep.await;
+        let pause = self.config.pause.min(until.saturating_duration_since(Instant::now()));
+        self.sleep(pause).await;
     }
+}
+
+impl Put {
+    /// A piece waits, because of this.
+    fn waits(&self, piece: u8, fault: Fault) {
+        self.state.lock().waits.insert(piece, fault);
+    }
+
+    fn release(&self, server: ServerId, piece: u8) {
+        let taken = &mut self.state.lock().taken;
+        if taken.get(&server) == Some(&piece) {
+            taken.remove(&server);
+        }
+    }
+
+    /// The fault of the whole put, which names everybody who is missing.
+    fn failed(&self, fault: Fault) -> Fault {
+        if !may_pass(&fault) {
+            return fault;
+        }
+        let mut waits: Vec<(u8, Fault)> = self.state.lock().waits.drain().collect();
+        waits.sort_by_key(|(piece, _)| *piece);
+        let missing: Vec<String> =
+            waits.iter().map(|(piece, fault)| format!("piece {piece}: {}", fault.what)).collect();
+        let (width, missed) = (self.pieces.len(), waits.len().max(1));
+        let what = format!(
+            "block {} needs {width} data servers and {missed} of them cannot be had: {}",
+            self.id,
+            if missing.is_empty() { fault.what } else { missing.join("; ") }
+        );
+        Fault { code: fault.code, what, next: "start these data servers, or add others".to_owned() }
+    }
+}
+
+/// Whether a later try may succeed. Bytes that were damaged on their way may arrive whole.
+fn may_pass(fault: &Fault) -> bool {
+    fault.code.retry() || fault.code == Code::Corrupt
 }

@@ -1,59 +1,67 @@
-//! How a block becomes pieces: the one place that knows what redundancy means.
+//! How a block becomes pieces and where they are: the one place that knows what redundancy means.
 //!
-//! With replicas every piece is the whole block, so one piece answers any read.
-//!
-//! # Not here
-//! Erasure coding: its layouts are refused by name until it is built.
+//! With replicas every piece is the whole block. With an erasure code the pieces are as `codec::erasure` makes them; its small
+//! blocks are copied instead, one copy more than may be lost, on the first servers of their group.
 
+use torchfs_codec::erasure::Code;
 use torchfs_proto::layout::{Group, Layout, Scheme};
-use torchfs_proto::{BlockId, Code, Fault, Result, ServerId};
+use torchfs_proto::{BlockId, Fault, Result, ServerId};
 
-/// A piece of a block and a server that should have it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Copy {
-    pub piece: u8,
-    pub server: ServerId,
+/// The pieces of one block.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape<'a> {
+    /// The code, unless each piece is a copy of the block.
+    pub code: Option<Code>,
+    /// How many pieces there are.
+    pub pieces: u8,
+    pub group: &'a Group,
 }
 
-/// The copies of a block, any of which answers a read: first those that were put, then where they may have moved.
-pub(crate) fn copies(layout: &Layout, block: BlockId, substitutes: &[(u8, ServerId)]) -> Result<Vec<Copy>> {
-    let group = group(layout, block)?;
-    let mut copies: Vec<Copy> = Vec::with_capacity(group.servers.len());
-    let mut add = |piece: usize, server: ServerId| {
-        let copy = Copy { piece: piece as u8, server };
-        if !copies.contains(&copy) {
-            copies.push(copy);
-        }
-    };
-    for (piece, server) in group.servers.iter().enumerate() {
-        if !substitutes.iter().any(|(substituted, _)| usize::from(*substituted) == piece) {
-            add(piece, *server);
+impl<'a> Shape<'a> {
+    /// Of a block of this many bytes.
+    pub fn of(layout: &'a Layout, block: BlockId, len: u32) -> Result<Shape<'a>> {
+        let nowhere = |why: &str| {
+            let what = format!("block {block} of layout {} ({}) {why}", layout.id, layout.scheme);
+            Fault::new(torchfs_proto::Code::Invalid, what).next("add data servers to the cluster")
+        };
+        let group = layout
+            .groups
+            .get(layout.group_of(block))
+            .filter(|group| !group.servers.is_empty())
+            .ok_or_else(|| nowhere("has no servers"))?;
+        let (code, pieces) = match layout.scheme {
+            Scheme::Replicas(_) => (None, group.target().len()),
+            Scheme::Ec { data, parity } => {
+                let code = Code { data, parity };
+                match code.applies(len) {
+                    true => (Some(code), code.width()),
+                    false => (None, usize::from(parity) + 1),
+                }
+            }
+        };
+        match u8::try_from(pieces) {
+            Ok(pieces) if group.target().len() >= usize::from(pieces) => Ok(Shape { code, pieces, group }),
+            _ => Err(nowhere("has more pieces than servers")),
         }
     }
-    substitutes.iter().for_each(|(piece, server)| add(usize::from(*piece), *server));
-    group.servers.iter().enumerate().for_each(|(piece, server)| add(piece, *server));
-    group.moving_to.iter().enumerate().for_each(|(piece, server)| add(piece, *server));
-    Ok(copies)
-}
 
-/// The group of a block, if its pieces are whole copies.
-pub(crate) fn group(layout: &Layout, block: BlockId) -> Result<&Group> {
-    match layout.scheme {
-        Scheme::Replicas(_) => {}
-        Scheme::Ec { data, parity } => {
-            return Err(Fault::new(
-                Code::Unsupported,
-                format!(
-                    "layout {} is ec:{data}+{parity}; this version reads and writes replicas only",
-                    layout.id
-                ),
-            )
-            .next("use a layout of replicas, or a newer torchfs"));
-        }
+    /// Where a new piece belongs.
+    pub fn home(&self, piece: u8) -> Option<ServerId> {
+        self.group.target().get(usize::from(piece)).copied()
     }
-    match layout.groups.get(layout.group_of(block)) {
-        Some(group) if !group.servers.is_empty() && group.servers.len() <= usize::from(u8::MAX) => Ok(group),
-        _ => Err(Fault::new(Code::Invalid, format!("the group of block {block} has no servers"))
-            .next("add data servers to the cluster")),
+
+    /// Where a piece may be, the likeliest first: the place it was put to when that was not its home, its home, and the home
+    /// it moves to.
+    pub fn places(&self, piece: u8, substitutes: &[(u8, ServerId)]) -> Vec<ServerId> {
+        let at = usize::from(piece);
+        let substitutes = substitutes.iter().filter(|(n, _)| *n == piece).map(|(_, server)| *server);
+        let homes = [&self.group.servers, &self.group.moving_to];
+        let mut places: Vec<ServerId> = Vec::with_capacity(2);
+        for server in substitutes.chain(homes.into_iter().filter_map(|servers| servers.get(at).copied())) {
+            if !places.contains(&server) {
+                places.push(server);
+            }
+        }
+        places
     }
 }

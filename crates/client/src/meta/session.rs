@@ -21,6 +21,7 @@ use minicbor::Encode;
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
+use torchfs_proto::attr::VolumeInfo;
 use torchfs_proto::layout::Placement;
 use torchfs_proto::msg;
 use torchfs_proto::msg::meta::{Done, Op, Reply, SessionInfo, method};
@@ -473,6 +474,14 @@ impl Shared {
 
     pub fn set_space(&self, space: u64) {
         self.space.store(space, Ordering::Relaxed);
+    }
+
+    /// Takes the volume's policies as they are now, for new data.
+    pub fn set_volume(&self, volume: VolumeInfo) {
+        let mut info = self.info.write();
+        if info.volume != volume {
+            *info = Arc::new(SessionInfo { volume, ..(**info).clone() });
+        }
     }
 
     /// Takes a placement if it is newer than ours.

@@ -104,7 +104,7 @@ impl Shared {
             self.leave(generation);
             return;
         }
-        if let Heard::Answer(Ok(Done::Renewed { space, placement, .. })) = heard {
+        if let Heard::Answer(Ok(Done::Renewed { space, placement, volume })) = heard {
             {
                 let mut state = self.state.lock();
                 if state.generation == generation {
@@ -112,6 +112,9 @@ impl Shared {
                 }
             }
             self.set_space(space);
+            if let Some(volume) = volume {
+                self.set_volume(volume);
+            }
             if placement > self.placement.read().version
                 && let Heard::Answer(Ok(Done::Placement(placement))) = self.once(&Op::Placement, until).await
             {

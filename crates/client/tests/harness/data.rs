@@ -22,6 +22,8 @@ pub enum Mood {
     Hangs,
     /// One bit of what it sends is wrong.
     Flips,
+    /// Sends chunks of another place than was asked for.
+    Shuffles,
     /// Has nothing.
     Empty,
     /// Its disk is full.
@@ -57,22 +59,32 @@ impl Disk {
                 if group_version < *self.version.lock() {
                     return Err(Code::StalePlacement.into());
                 }
-                self.pieces.lock().insert((block, piece), (chunks, payload));
-                Ok((Reply::Done, Bytes::new()))
+                let mut pieces = self.pieces.lock();
+                match pieces.get(&(block, piece)) {
+                    Some((known, _)) if *known != chunks => {
+                        Err(Fault::new(Code::Exists, "another piece has that name"))
+                    }
+                    _ => {
+                        pieces.insert((block, piece), (chunks, payload));
+                        Ok((Reply::Done, Bytes::new()))
+                    }
+                }
             }
             (Mood::Empty, Op::Get { block, .. }) => {
                 Err(Fault::new(Code::Gone, format!("block {block} is not here")))
             }
             (_, Op::Get { block, piece, first, count }) => {
+                let first = if mood == Mood::Shuffles { first ^ 1 } else { first };
                 let pieces = self.pieces.lock();
                 let Some((chunks, bytes)) = pieces.get(&(block, piece)) else {
                     return Err(Fault::new(Code::Gone, format!("block {block} is not here")));
                 };
-                let wanted = usize::from(first)..usize::from(first + count);
+                let end = chunks.len().min(usize::from(first + count));
+                let wanted = usize::from(first).min(end)..end;
                 let from: usize = chunks[..wanted.start].iter().map(|chunk| chunk.stored as usize).sum();
                 let len: usize = chunks[wanted.clone()].iter().map(|chunk| chunk.stored as usize).sum();
                 let mut bytes = bytes.slice(from..from + len).to_vec();
-                if mood == Mood::Flips {
+                if mood == Mood::Flips && !bytes.is_empty() {
                     bytes[0] ^= 1;
                 }
                 Ok((Reply::Chunks { chunks: chunks[wanted].to_vec() }, bytes.into()))
@@ -124,29 +136,24 @@ impl Service for Disk {
     }
 }
 
-/// Servers 1.. at these addresses; layout 1 keeps two copies, group `i` on servers `i + 1` and the next.
+/// Servers 1.. at these addresses. Layout 1 keeps two copies, layout 2 is ec:4+2, layout 3 is ec:2+1, as far as there are
+/// servers for them; group `i` begins on server `i + 1`.
 pub fn placement(version: u64, addrs: &[String], groups: usize) -> Placement {
     let count = addrs.len();
     let server = |index: usize| ServerId((index % count) as u32 + 1);
-    let groups = (0..groups)
-        .map(|group| Group {
+    let layout = |id: u32, scheme: Scheme| {
+        let group = |group: usize| Group {
             version: version as u32,
-            servers: (0..count.min(2)).map(|copy| server(group + copy)).collect(),
+            servers: (0..scheme.width().min(count)).map(|piece| server(group + piece)).collect(),
             ..Group::default()
-        })
-        .collect();
+        };
+        let groups = (0..groups).map(group).collect();
+        Layout { id: LayoutId(id), scheme, groups, asked: None, replaced_by: None }
+    };
+    let schemes = [Scheme::Replicas(2), Scheme::Ec { data: 4, parity: 2 }, Scheme::Ec { data: 2, parity: 1 }];
     Placement {
         version,
-        layouts: vec![
-            Layout { id: LayoutId(1), scheme: Scheme::Replicas(2), groups, asked: None, replaced_by: None },
-            Layout {
-                id: LayoutId(2),
-                scheme: Scheme::Ec { data: 4, parity: 2 },
-                groups: vec![Group { version: 1, servers: vec![ServerId(1); 6], ..Group::default() }],
-                asked: None,
-                replaced_by: None,
-            },
-        ],
+        layouts: (1..).zip(schemes).map(|(id, scheme)| layout(id, scheme)).collect(),
         servers: addrs
             .iter()
             .enumerate()
@@ -156,8 +163,6 @@ pub fn placement(version: u64, addrs: &[String], groups: usize) -> Placement {
                 up: true,
                 total: 1 << 40,
                 free: 1 << 39,
-                used: 0,
-                pieces: 0,
                 ..ServerInfo::default()
             })
             .collect(),
