@@ -149,8 +149,9 @@ fn used(cluster: &Cluster) -> u64 {
 #[test]
 fn a_fragmented_file_is_compacted_and_keeps_its_bytes() {
     let cluster = Cluster::with(Options {
-        lease_term_ms: Some(300),
-        session_term_ms: Some(2000),
+        // Long enough to be kept on a busy machine: a file is compacted under the right to write it.
+        lease_term_ms: Some(2000),
+        session_term_ms: Some(10_000),
         ..Options::default()
     });
     let mount = cluster.mount();
