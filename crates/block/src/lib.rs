@@ -11,6 +11,7 @@
 //! - Where pieces belong (placement): the client decides, the metadata records it.
 //! - Checking what is read: the reader does, end to end (crate `codec`); `verify` is for the scrubber.
 
+mod dumps;
 mod error;
 mod metrics;
 pub mod server;

@@ -16,3 +16,7 @@ pub(crate) const COMPACTED_BYTES: &str = "torchfs_block_compacted_bytes_total";
 pub(crate) const DAMAGED: &str = "torchfs_block_damaged_places_total";
 /// Pieces found corrupt by reading them.
 pub(crate) const CORRUPT: &str = "torchfs_block_corrupt_total";
+/// Dumps of the metadata taken.
+pub(crate) const DUMPS: &str = "torchfs_block_dumps_total";
+/// Bytes of dumps taken.
+pub(crate) const DUMP_BYTES: &str = "torchfs_block_dump_bytes_total";

@@ -20,9 +20,11 @@ use torchfs_disk::LocalDisk;
 use torchfs_proto::disk::Disk;
 use torchfs_proto::msg;
 use torchfs_proto::msg::block::{Op, Reply, Request, method};
+use torchfs_proto::msg::dump::DumpOp;
 use torchfs_proto::{BlockId, Code, Fault, ServerId};
-use torchfs_rpc::{Answer, Answering, Payload, Peer, Service};
+use torchfs_rpc::{Answer, Answering, Payload, Peer, Role, Service};
 
+use crate::dumps::Dumps;
 use crate::store::{self, Body, Done, Found, NewPiece, Stat, Store};
 use crate::{Error, Result};
 
@@ -54,6 +56,8 @@ impl Default for Config {
 /// A data server on one disk, behind `rpc::serve` or `rpc::Connection::local`.
 pub struct BlockServer {
     store: Arc<Store>,
+    /// Only a server with a folder of its own keeps dumps of the metadata.
+    dumps: Option<Arc<Dumps>>,
     readers: Readers,
     server: ServerId,
     /// Bytes that may wait for the writer, in KiB.
@@ -64,22 +68,37 @@ pub struct BlockServer {
 impl BlockServer {
     /// Opens the store in the configured folder and starts its threads.
     pub fn open(config: Config) -> Result<Arc<BlockServer>> {
-        let disk = LocalDisk::open_locked(&config.dir).map_err(|e| Error::Io {
-            server: config.store.server,
-            what: "open its folder",
-            why: e.to_string(),
-        })?;
-        BlockServer::over(Arc::new(disk), config)
+        let server = config.store.server;
+        let failed =
+            |what: &'static str| move |e: std::io::Error| Error::Io { server, what, why: e.to_string() };
+        let disk = LocalDisk::open_locked(&config.dir).map_err(failed("open its folder"))?;
+        let dumps = LocalDisk::open(config.dir.join("dumps")).map_err(failed("open its folder of dumps"))?;
+        BlockServer::build(Arc::new(disk), Some(Arc::new(dumps)), config)
     }
 
-    /// The same over any disk.
+    /// The same over any disk, without dumps.
     pub fn over(disk: Arc<dyn Disk>, config: Config) -> Result<Arc<BlockServer>> {
+        BlockServer::build(disk, None, config)
+    }
+
+    fn build(disk: Arc<dyn Disk>, dumps: Option<Arc<dyn Disk>>, config: Config) -> Result<Arc<BlockServer>> {
         let server = config.store.server;
+        let dumps = match dumps {
+            Some(disk) => {
+                let dumps = Dumps::open(disk, server, config.store.keep_free);
+                Some(Arc::new(dumps.map_err(|e| Error::Io {
+                    server,
+                    what: "open its dumps",
+                    why: e.what,
+                })?))
+            }
+            None => None,
+        };
         let room_max = u32::try_from(config.store.queue_bytes / 1024).unwrap_or(u32::MAX).clamp(1, 1 << 28);
         let store = Arc::new(Store::open(disk, config.store)?);
         let readers = Readers::start(server, config.readers, config.reads_max)?;
         let room = Arc::new(Semaphore::new(room_max as usize));
-        Ok(Arc::new(BlockServer { store, readers, server, room, room_max }))
+        Ok(Arc::new(BlockServer { store, dumps, readers, server, room, room_max }))
     }
 
     /// The store below.
@@ -92,7 +111,7 @@ impl BlockServer {
         self.store.stat()
     }
 
-    async fn answer(self: Arc<Self>, op: Op, payload: Bytes) -> Result<Answer, Fault> {
+    async fn answer(self: Arc<Self>, role: Role, op: Op, payload: Bytes) -> Result<Answer, Fault> {
         let reply = match op {
             Op::Put { block, piece, layout, group_version: _, chunks, first } => {
                 let piece = NewPiece { block, piece, layout, first, chunks, payload: vec![payload] };
@@ -137,8 +156,33 @@ impl BlockServer {
             Op::Missing { .. } | Op::Pull { .. } | Op::Drop { .. } | Op::Scrub { .. } | Op::Sessions => {
                 return Err(Fault::new(Code::Unsupported, "this data server cannot repair yet"));
             }
+            Op::Dump(op) => return self.dump(role, op, payload).await,
         };
         Ok(Answer::new(msg::encode(&reply)))
+    }
+
+    /// Dumps are rare and long: they take their turn among the reads.
+    async fn dump(&self, role: Role, op: DumpOp, payload: Bytes) -> Result<Answer, Fault> {
+        let Some(dumps) = self.dumps.clone() else {
+            let what = format!("data server {} keeps no dumps", self.server);
+            return Err(Fault::new(Code::Unsupported, what));
+        };
+        if matches!(op, DumpOp::Put { .. } | DumpOp::Delete { .. }) && role != Role::Meta {
+            return Err(Fault::new(Code::Denied, "only the metadata service puts and deletes dumps"));
+        }
+        let reply = self.readers.run(move || match op {
+            DumpOp::Put { name, offset, end } => {
+                dumps.put(name, offset, &payload, end).map(|()| (Reply::Done, Vec::new()))
+            }
+            DumpOp::List => dumps.list().map(|found| (Reply::Dumps(found), Vec::new())),
+            DumpOp::Get { name, offset, len } => {
+                dumps.load(name, offset, len).map(|(part, total)| (Reply::DumpPart { total }, part))
+            }
+            DumpOp::Delete { names } => dumps.delete(&names).map(|()| (Reply::Done, Vec::new())),
+        });
+        let (reply, part) = reply.await??;
+        let answer = Answer::new(msg::encode(&reply));
+        Ok(if part.is_empty() { answer } else { answer.payload(Bytes::from(part)) })
     }
 
     async fn put(&self, piece: NewPiece) -> Result<(), Fault> {
@@ -169,14 +213,14 @@ impl BlockServer {
 }
 
 impl Service for BlockServer {
-    fn call(self: Arc<Self>, _peer: Peer, request: torchfs_rpc::Request) -> Answering {
+    fn call(self: Arc<Self>, peer: Peer, request: torchfs_rpc::Request) -> Answering {
         Box::pin(async move {
             if request.method != method::BLOCK {
                 let what = format!("a data server has no method {}", request.method);
                 return Err(Fault::new(Code::Unsupported, what));
             }
             let Request { op, .. } = msg::decode(&request.body)?;
-            self.answer(op, request.payload.into_bytes()).await
+            self.answer(peer.role(), op, request.payload.into_bytes()).await
         })
     }
 }

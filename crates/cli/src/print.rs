@@ -39,6 +39,22 @@ pub fn span(seconds: u64) -> String {
     }
 }
 
+/// `2026-11-18 00:33:29 UTC` from seconds since 1970.
+pub fn utc(seconds: i64) -> String {
+    let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
+    // Years are counted from March, so that the day that comes and goes is the last one of a year.
+    let era_day = (days + 719_468).rem_euclid(146_097);
+    let era = (days + 719_468).div_euclid(146_097);
+    let year_of_era = (era_day - era_day / 1_460 + era_day / 36_524 - era_day / 146_096) / 365;
+    let day_of_year = era_day - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * from_march + 2) / 5 + 1;
+    let month = if from_march < 10 { from_march + 3 } else { from_march - 9 };
+    let year = year_of_era + era * 400 + i64::from(month <= 2);
+    let (hour, minute, second) = (second / 3_600, second / 60 % 60, second % 60);
+    format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02} UTC")
+}
+
 /// Rows under headings, columns as wide as they need to be; numbers (every cell but the first) to the right.
 pub fn table(headings: &[&str], rows: &[Vec<String>]) -> String {
     let width = |column: usize| {
@@ -91,5 +107,9 @@ mod tests {
         assert_eq!(count(1_234_567), "1,234,567");
         assert_eq!(count(12), "12");
         assert_eq!(span(7_200), "2.0 h");
+        assert_eq!(utc(0), "1970-01-01 00:00:00 UTC");
+        assert_eq!(utc(951_825_599), "2000-02-29 11:59:59 UTC");
+        assert_eq!(utc(1_795_000_000), "2026-11-18 08:26:40 UTC");
+        assert_eq!(utc(-1), "1969-12-31 23:59:59 UTC");
     }
 }

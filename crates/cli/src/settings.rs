@@ -71,7 +71,7 @@ fn with_defaults(mut command: Command, table: &toml::Table) -> Result<Command, S
                     sub = sub.mut_arg(id, |arg| arg.default_values(values.clone()).required(false));
                 }
             }
-            sub
+            with_top_defaults(sub, table)
         });
     }
     for (key, value) in table {
@@ -85,6 +85,26 @@ fn with_defaults(mut command: Command, table: &toml::Table) -> Result<Command, S
         }
     }
     Ok(command)
+}
+
+/// The same for the commands of a command (`meta dump`), which take the keys at the top only.
+fn with_top_defaults(mut command: Command, table: &toml::Table) -> Command {
+    let names: Vec<String> = command.get_subcommands().map(|c| c.get_name().to_string()).collect();
+    for name in names {
+        command = command.mut_subcommand(name, |mut sub| {
+            let flags: Vec<(clap::Id, String)> = sub
+                .get_arguments()
+                .filter_map(|a| Some((a.get_id().clone(), a.get_long()?.to_string())))
+                .collect();
+            for (id, long) in flags {
+                if let Some(values) = table.get(&long).filter(|v| !v.is_table()).map(as_words) {
+                    sub = sub.mut_arg(id, |arg| arg.default_values(values.clone()).required(false));
+                }
+            }
+            sub
+        });
+    }
+    command
 }
 
 fn as_words(value: &toml::Value) -> Vec<String> {

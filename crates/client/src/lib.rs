@@ -1,5 +1,6 @@
 //! Typed calls to other processes: [`Meta`] (a session with the metadata service), [`Blocks`] (the bytes of blocks on data
-//! servers), [`Tool`] (requests outside of sessions), [`Member`] (a data server's heartbeat), [`Peers`] (deletions).
+//! servers), [`Tool`] (requests outside of sessions), [`Member`] (a data server's heartbeat), [`Peers`] (deletions),
+//! [`Dumps`] (the last copies of the metadata).
 //!
 //! Callers get answers or faults that name who failed; everything between is hidden here: connections that break, leaders
 //! that change, requests that are replayed, leases that overtake replies, servers that are slow, down or wrong.
@@ -12,6 +13,7 @@
 //! What a lease allows (vfs), frames and deadlines on the wire (rpc), how chunks are packed (codec).
 
 mod blocks;
+mod dumps;
 mod member;
 mod meta;
 pub mod metrics;
@@ -19,6 +21,7 @@ mod peers;
 mod tool;
 
 pub use blocks::{Blocks, BlocksConfig};
+pub use dumps::Dumps;
 pub use member::{Figures, Identity, Member, MemberConfig};
 pub use meta::{Changed, Keeper, Mark, Meta, MetaConfig};
 pub use peers::Peers;

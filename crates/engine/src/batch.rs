@@ -148,7 +148,8 @@ impl Change {
         }
     }
 
-    fn encoded_len(&self) -> usize {
+    /// How many bytes it takes in the log.
+    pub fn encoded_len(&self) -> usize {
         CHANGE_HEADER
             + match self {
                 Change::Put(key, value) => key.len() + value.len(),

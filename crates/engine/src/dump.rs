@@ -191,7 +191,12 @@ impl<R: Read> Reader<R> {
     /// Reads the header and checks it.
     pub fn new(mut from: R) -> Result<Reader<R>> {
         let mut bytes = [0; HEADER];
-        fill(&mut from, &mut bytes, "its header")?;
+        // Something else may be shorter than a header.
+        fill(&mut from, &mut bytes[..8], "its header")?;
+        if bytes[..8] != MAGIC {
+            return Err(Error::Dump { what: "it does not begin as a dump of TorchFS does".into() });
+        }
+        fill(&mut from, &mut bytes[8..], "its header")?;
         let header = decode_header(&bytes)?;
         let seen = Trailer { bytes: HEADER as u64, ..Trailer::default() };
         Ok(Reader { from, header, checksum: crc32c::crc32c(&bytes), seen, ended: None })
@@ -360,9 +365,6 @@ fn encode_header(header: &Header) -> [u8; HEADER] {
 }
 
 fn decode_header(bytes: &[u8; HEADER]) -> Result<Header> {
-    if bytes[..8] != MAGIC {
-        return Err(Error::Dump { what: "it does not begin as a dump of TorchFS does".into() });
-    }
     let (version, must_know) = (u32_at(bytes, 8), u64_at(bytes, 16));
     // A later version may end its header elsewhere: it is told first.
     if version > VERSION {

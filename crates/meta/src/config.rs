@@ -59,6 +59,20 @@ pub struct Config {
     pub address: String,
     /// Where its log is kept, for people.
     pub engine: String,
+    /// A dump of the metadata is put onto the data servers so often; 0: never.
+    pub dump_every_ms: u64,
+    /// The first one at the earliest so long after the start.
+    pub dump_first_ms: u32,
+    /// How many servers get it.
+    pub dump_copies: usize,
+    /// How many dumps are kept.
+    pub dumps_kept: usize,
+    /// Most pairs in one piece of a dump.
+    pub dump_pairs: usize,
+    /// Most bytes of changes kept for one dump between two of its pieces.
+    pub dump_tape_bytes: usize,
+    /// A dump is given up when no piece was asked for in so long.
+    pub dump_patience_ms: u32,
 }
 
 impl Default for Config {
@@ -89,6 +103,13 @@ impl Default for Config {
             delete_batch: 1_024,
             address: String::new(),
             engine: "embedded".into(),
+            dump_every_ms: 3_600_000,
+            dump_first_ms: 60_000,
+            dump_copies: 3,
+            dumps_kept: 48,
+            dump_pairs: 16_384,
+            dump_tape_bytes: 64 << 20,
+            dump_patience_ms: 60_000,
         }
     }
 }

@@ -27,6 +27,11 @@ pub enum Error {
         /// The version this program knows.
         known: u32,
     },
+    /// A load from a dump did not come to its end.
+    #[error(
+        "the metadata store is half filled from a dump: that load was cut off; empty the store and load the dump again"
+    )]
+    Unfinished,
     /// The records belong to another cluster than the log.
     #[error("the metadata records belong to cluster {found:?}, the log to {log:?}")]
     Cluster {

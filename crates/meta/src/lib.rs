@@ -14,6 +14,7 @@
 mod check;
 mod config;
 mod deleter;
+pub mod dumps;
 mod error;
 mod leases;
 mod members;

@@ -15,12 +15,25 @@ const SESSIONS: &str = "torchfs_meta_sessions";
 /// Work left for the upkeep.
 const CHORES: &str = "torchfs_meta_chores";
 
+/// Dumps put onto data servers.
+const DUMPS: &str = "torchfs_meta_dumps_total";
+/// Dumps that came to nothing.
+const DUMP_FAILURES: &str = "torchfs_meta_dump_failures_total";
+/// Bytes of the newest dump.
+const DUMP_BYTES: &str = "torchfs_meta_dump_bytes";
+/// Seconds since the newest dump was begun.
+const DUMP_AGE: &str = "torchfs_meta_dump_age_seconds";
+
 /// Says what the figures mean; call once when an exporter is there.
 pub fn describe() {
     metrics::describe_counter!(REQUESTS, "Requests by operation");
     metrics::describe_counter!(RECALLS, "Leases recalled");
     metrics::describe_counter!(WAITED, "Answers that waited for another session's change to become durable");
     metrics::describe_counter!(DELETED, "Blocks deleted from data servers");
+    metrics::describe_counter!(DUMPS, "Dumps put onto data servers");
+    metrics::describe_counter!(DUMP_FAILURES, "Dumps that came to nothing");
+    metrics::describe_gauge!(DUMP_BYTES, "Bytes of the newest dump");
+    metrics::describe_gauge!(DUMP_AGE, "Seconds since the newest dump was begun");
     metrics::describe_gauge!(SESSIONS, "Sessions");
     metrics::describe_gauge!(CHORES, "Pieces of work left for the upkeep");
 }
@@ -44,6 +57,19 @@ pub(crate) fn deleted(blocks: u64) {
 pub(crate) fn upkeep(sessions: usize, chores: usize) {
     metrics::gauge!(SESSIONS).set(sessions as f64);
     metrics::gauge!(CHORES).set(chores as f64);
+}
+
+pub(crate) fn dumped(bytes: u64) {
+    metrics::counter!(DUMPS).increment(1);
+    metrics::gauge!(DUMP_BYTES).set(bytes as f64);
+}
+
+pub(crate) fn dump_failed() {
+    metrics::counter!(DUMP_FAILURES).increment(1);
+}
+
+pub(crate) fn dump_age(age: std::time::Duration) {
+    metrics::gauge!(DUMP_AGE).set(age.as_secs_f64());
 }
 
 fn name(op: &Op) -> &'static str {
@@ -98,5 +124,6 @@ fn name(op: &Op) -> &'static str {
         Op::ReportBad { .. } => "report_bad",
         Op::Top => "top",
         Op::MetaStatus => "meta_status",
+        Op::Dump { .. } => "dump",
     }
 }

@@ -21,7 +21,11 @@ impl Service for Meta {
         }
         Box::pin(async move {
             let request: meta::Request = msg::decode(&request.body)?;
-            let reply = self.handle(request).await;
+            let mut reply = self.handle(request).await;
+            if let Ok(meta::Done::Dumped { cursor, .. }) = &reply.result {
+                // Reading much takes a while: outside of everybody's way.
+                reply.result = crate::dumps::server::piece(self, cursor.clone()).await;
+            }
             Ok(Answer::new(msg::encode(&reply)))
         })
     }
@@ -88,7 +92,10 @@ impl Drop for Background {
 }
 
 /// A call to a data server with a deadline.
-pub(crate) fn within<'a>(limit: Duration, call: BoxFuture<'a, Result<()>>) -> BoxFuture<'a, Result<()>> {
+pub(crate) fn within<'a, T: Send + 'a>(
+    limit: Duration,
+    call: BoxFuture<'a, Result<T>>,
+) -> BoxFuture<'a, Result<T>> {
     Box::pin(async move {
         match tokio::time::timeout(limit, call).await {
             Ok(result) => result,

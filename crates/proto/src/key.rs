@@ -34,6 +34,8 @@ pub enum Space {
     BatchTime = 0x06,
     /// How repair goes on (cluster).
     Repair = 0x08,
+    /// The dump that the store was filled from (cluster).
+    Restored = 0x07,
     /// What a volume counts.
     Counters = 0x10,
     /// Inodes.
@@ -70,7 +72,7 @@ pub enum Space {
 
 impl Space {
     /// Every space there is.
-    pub const ALL: [Space; 23] = [
+    pub const ALL: [Space; 24] = [
         Space::Format,
         Space::Volume,
         Space::Server,
@@ -78,6 +80,7 @@ impl Space {
         Space::ClusterCounters,
         Space::BatchTime,
         Space::Repair,
+        Space::Restored,
         Space::Counters,
         Space::Inode,
         Space::Entry,
@@ -176,6 +179,11 @@ pub fn layout(id: LayoutId) -> Vec<u8> {
 /// What the cluster counts.
 pub fn cluster_counters() -> Vec<u8> {
     space(CLUSTER, Space::ClusterCounters)
+}
+
+/// The dump that the store was filled from.
+pub fn restored() -> Vec<u8> {
+    space(CLUSTER, Space::Restored)
 }
 
 /// When a batch was decided.

@@ -8,6 +8,7 @@ pub mod attr;
 pub mod chunk;
 pub mod clock;
 pub mod disk;
+pub mod dump;
 pub mod extent;
 pub mod fault;
 pub mod ids;

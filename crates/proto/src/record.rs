@@ -9,7 +9,7 @@ use minicbor::{Decode, Encode};
 use crate::attr::{Attr, Compression, Kind, Raw, Time, flags};
 use crate::layout::{Layout, Scheme, ServerState};
 use crate::msg::meta::{LockType, OpenSession};
-use crate::{BlockId, ClusterId, IdRange, Ino, LayoutId, Seq, ServerId, SessionId, VolumeId};
+use crate::{BlockId, ClusterId, IdRange, Incarnation, Ino, LayoutId, Seq, ServerId, SessionId, VolumeId};
 
 /// The first bytes of every store.
 pub const MAGIC: u64 = 0x746f_7263_686d_6431;
@@ -17,6 +17,8 @@ pub const MAGIC: u64 = 0x746f_7263_686d_6431;
 pub const VERSION: u32 = 1;
 /// Features that a reader must know to touch the store; this code knows none beyond the version.
 pub const MUST_KNOW: u64 = 0;
+/// The feature of a store that is being filled from a dump: nobody may serve it.
+pub const LOADING: u64 = 1 << 63;
 
 /// What the store is; checked before anything else is read.
 #[derive(Clone, PartialEq, Eq, Debug, Encode, Decode)]
@@ -590,4 +592,27 @@ pub struct BatchTime {
     /// When it was decided.
     #[n(0)]
     pub at: Time,
+}
+
+/// Where a store came from that was filled from a dump.
+#[derive(Clone, PartialEq, Eq, Debug, Encode, Decode)]
+pub struct Restored {
+    /// Born in this batch.
+    #[n(0)]
+    pub born: Seq,
+    /// The last batch in the dump.
+    #[n(1)]
+    pub from: Seq,
+    /// When the dump was made.
+    #[n(2)]
+    pub dumped: Time,
+    /// When it was taken in.
+    #[n(3)]
+    pub loaded: Time,
+    /// Blocks of earlier incarnations that no record names are dead.
+    #[n(4)]
+    pub incarnation: Incarnation,
+    /// Data servers that have forgotten those.
+    #[n(5)]
+    pub swept: Vec<ServerId>,
 }

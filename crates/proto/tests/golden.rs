@@ -13,7 +13,7 @@ use torchfs_proto::attr::*;
 use torchfs_proto::chunk::ChunkInfo;
 use torchfs_proto::extent::*;
 use torchfs_proto::layout::*;
-use torchfs_proto::msg::{block, decode, encode, meta};
+use torchfs_proto::msg::{self, block, decode, encode, meta};
 use torchfs_proto::*;
 
 /// Remembers samples and checks that each comes back as it went.
@@ -573,8 +573,42 @@ fn records_and_tables_of_before_still_decode() {
     assert_eq!((volume.stripe, volume.removed), (None, false));
 }
 
+fn dumps(golden: &mut Golden) {
+    use block::{Op, Reply, Request};
+    use dump::DumpName;
+    use msg::dump::{DumpInfo, DumpOp, DumpReport};
+    let name = DumpName { incarnation: Incarnation(3), seq: Seq(1000), wall_ms: 70_000 };
+    for (label, op) in [
+        ("put", DumpOp::Put { name, offset: 4096, end: None }),
+        ("put_end", DumpOp::Put { name, offset: 4096, end: Some(9) }),
+        ("list", DumpOp::List),
+        ("get", DumpOp::Get { name, offset: 4096, len: 100 }),
+        ("delete", DumpOp::Delete { names: vec![name] }),
+    ] {
+        let op = Op::Dump(op);
+        golden.add(&format!("block.request.dump_{label}"), Request { session: 5, capability: None, op });
+    }
+    golden.add("block.reply.dumps", Reply::Dumps(vec![DumpInfo { name, len: 5000 }]));
+    golden.add("block.reply.dump_part", Reply::DumpPart { total: 5000 });
+    golden.add("meta.request.dump", request(meta::Op::Dump { cursor: raw("c") }));
+    let dumped = meta::Done::Dumped { bytes: raw("b"), cursor: raw("c"), pairs: 1, total: 2 };
+    golden.add("meta.reply.dumped", reply(Ok(dumped)));
+    let report = DumpReport { every_s: 3600, newest_ms: Some(1), copies: 3, bytes: 9, failure: "f".into() };
+    golden.add("dump.report", report);
+    let restored = record::Restored {
+        born: Seq(9),
+        from: Seq(8),
+        dumped: Time { secs: 1, nanos: 2 },
+        loaded: Time { secs: 3, nanos: 4 },
+        incarnation: Incarnation(70_000),
+        swept: vec![ServerId(1)],
+    };
+    golden.add("record.restored", restored);
+}
+
 fn samples() -> BTreeMap<String, String> {
     let mut golden = Golden::default();
+    dumps(&mut golden);
     requests(&mut golden);
     admin_requests(&mut golden);
     moving(&mut golden);

@@ -1,5 +1,8 @@
-//! `torchfs meta`: the metadata service as a process of its own, and commands about it.
+//! `torchfs meta`: the metadata service as a process of its own, and commands about it and its metadata.
 
+mod dump;
+mod load;
+mod recover;
 mod status;
 
 use std::path::PathBuf;
@@ -11,7 +14,7 @@ use crate::connect;
 use crate::http;
 use crate::roles::{self, DatabaseOptions, MetaOptions};
 
-/// Run the metadata service, or ask about it
+/// Run the metadata service, ask about it, or do something with its metadata
 ///
 /// Its folder holds the log and the local replica. Beyond loopback it needs the cluster's secret, any file with enough
 /// random characters that all processes of the cluster share:
@@ -28,9 +31,13 @@ pub struct Args {
     serve: Serve,
 }
 
+/// Commands about the metadata of a cluster.
 #[derive(clap::Subcommand)]
 enum Command {
     Status(status::Args),
+    Dump(dump::Args),
+    Load(load::Args),
+    Recover(recover::Args),
 }
 
 /// Flags of the service.
@@ -63,10 +70,13 @@ struct Serve {
     options: MetaOptions,
 }
 
-/// Runs until a signal ends it, or answers a question.
+/// Runs the command, or the service until a signal ends it.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     match args.command {
         Some(Command::Status(args)) => status::run(args),
+        Some(Command::Dump(args)) => dump::run(args),
+        Some(Command::Load(args)) => load::run(args),
+        Some(Command::Recover(args)) => recover::run(args),
         None => serve(args.serve),
     }
 }

@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use serde_json::json;
+use torchfs_proto::clock::{Clock, SystemClock};
 
 use crate::connect::Connect;
 use crate::{print, roles};
@@ -46,6 +47,14 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             "meta_bytes": report.meta_bytes,
             "meta_free": report.meta_free,
             "placement": report.placement,
+            "dumps": report.dumps.as_ref().map(|d| json!({
+                "every_s": d.every_s,
+                "newest_unix_s": d.newest_ms.map(|ms| ms / 1_000),
+                "age_s": d.newest_ms.map(age_s),
+                "copies": d.copies,
+                "bytes": d.bytes,
+                "failure": d.failure,
+            })),
             "servers": servers,
         });
         println!("{out:#}");
@@ -66,6 +75,14 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         report.sessions,
         print::size(report.meta_bytes),
     );
+    if let Some((dumps, newest)) = report.dumps.as_ref().and_then(|d| Some((d, d.newest_ms?))) {
+        println!(
+            "last dump of the metadata {} ago, {} on {} data servers",
+            print::span(age_s(newest)),
+            print::size(dumps.bytes),
+            dumps.copies
+        );
+    }
     let rows: Vec<Vec<String>> = report
         .servers
         .iter()
@@ -82,4 +99,10 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         .collect();
     print!("{}", print::table(&["SERVER", "STATE", "USED", "FREE", "PIECES", "ADDRESS"], &rows));
     Ok(ExitCode::SUCCESS)
+}
+
+/// Seconds since a moment, in milliseconds since 1970.
+fn age_s(ms: u64) -> u64 {
+    let now = SystemClock.wall_ns().div_euclid(1_000_000);
+    u64::try_from(now).unwrap_or(0).saturating_sub(ms) / 1_000
 }

@@ -74,6 +74,8 @@ impl Data {
         let addr = start.advertise.map_or_else(|| listener.local_addr().to_string(), str::to_string);
         let mut identity = Identity::load(start.dir)?;
         if identity.cluster == 0 {
+            // Who dies between the join and the next line must not come back as somebody else.
+            identity.store(start.dir)?;
             // The first start: the cluster gives a number before there is anything to serve.
             let tool = Tool::new(&cluster.meta, cluster.connector(Role::Data), ToolConfig::default());
             let beat = Heartbeat {

@@ -8,8 +8,10 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use futures_util::future::BoxFuture;
 use parking_lot::Mutex;
-use torchfs_client::{Peers, ToolConfig};
+use torchfs_client::{Dumps, Peers, ToolConfig};
 use torchfs_engine::{Embedded, Engine};
+use torchfs_meta::dumps::DumpPeers;
+use torchfs_meta::dumps::server::Keeper;
 use torchfs_meta::server::Background;
 use torchfs_meta::{BlockPeers, Config};
 use torchfs_proto::clock::SystemClock;
@@ -37,6 +39,10 @@ pub struct MetaOptions {
     /// cache and not counted
     #[arg(long, default_value = "160MiB", value_parser = settings::memory, value_name = "SIZE")]
     memory: u64,
+
+    /// How often a dump of the metadata is put onto the data servers; 0: never
+    #[arg(long, default_value = "1h", value_parser = settings::duration, value_name = "SPAN")]
+    dump_every: Duration,
 
     /// Term of leases
     #[arg(long, default_value_t = 3_000, value_name = "MS", hide = true)]
@@ -101,7 +107,8 @@ impl Meta {
         let stage = Stage {
             address: addr.clone(),
             options: options.clone(),
-            peers: Arc::new(DataServers(Peers::new(links, timeout))),
+            peers: Arc::new(DataServers(Peers::new(links.clone(), timeout.clone()))),
+            dumps: Arc::new(Dumps::new(links, timeout)),
         };
         let (service, running): (Arc<dyn Service>, Running) = match database {
             None => {
@@ -184,6 +191,8 @@ pub struct Stage {
     pub options: MetaOptions,
     /// How it reaches data servers.
     pub peers: Arc<dyn BlockPeers>,
+    /// The same, for dumps.
+    pub dumps: Arc<dyn DumpPeers>,
 }
 
 impl Stage {
@@ -207,6 +216,7 @@ pub struct Serving {
     pub(super) service: Arc<torchfs_meta::Meta>,
     pub(super) engine: Arc<dyn Engine>,
     background: Background,
+    keeper: Keeper,
 }
 
 impl Serving {
@@ -219,18 +229,21 @@ impl Serving {
             // Short terms are for tests; the margin follows so that they stay short.
             lease_margin_ms: (options.lease_term_ms / 6).clamp(100, 500),
             session_ms: options.session_term_ms,
+            dump_every_ms: u64::try_from(options.dump_every.as_millis()).unwrap_or(u64::MAX),
             address: stage.address.clone(),
             engine: kind.into(),
             ..Config::default()
         };
         let service = Arc::new(torchfs_meta::Meta::open(engine.clone(), Arc::new(SystemClock), config)?);
         let background = Background::start(service.clone(), stage.peers.clone())?;
-        Ok(Serving { service, engine, background })
+        let keeper = Keeper::start(service.clone(), stage.dumps.clone());
+        Ok(Serving { service, engine, background, keeper })
     }
 
     /// Stops; what was ordered is made durable first, if that still can be. Blocks.
     pub fn end(self) {
-        let Serving { service, engine, background } = self;
+        let Serving { service, engine, background, keeper } = self;
+        drop(keeper);
         drop(background);
         match engine.wait_durable(engine.ordered(), Duration::from_secs(30)) {
             Ok(()) | Err(torchfs_engine::Error::Deposed { .. }) => {}

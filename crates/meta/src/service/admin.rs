@@ -75,8 +75,10 @@ impl Meta {
                         view.list::<torchfs_proto::record::DeadRange>(&ranges, BLOCKS_MAX)?.len() as u64;
                 }
                 waiting += state.chores.len() as u64;
+                waiting += state.dumps.unswept(&state.members.servers()) as u64;
                 Done::Collected { deleted: state.deleted, waiting }
             }
+            Op::Dump { cursor } => self.dump_cursor(state, cursor, now)?,
             _ => return Ok(None),
         };
         Ok(Some(done))
@@ -117,6 +119,7 @@ impl Meta {
         if state.grace.is_some() {
             warnings.push("the metadata service waits for sessions to report after its start".to_string());
         }
+        let dumps = self.dump_report(state, &mut warnings);
         Ok(StatusReport {
             cluster: self.engine.cluster(),
             incarnation: self.engine.incarnation(),
@@ -131,6 +134,7 @@ impl Meta {
             placement: state.members.version(),
             redundancy: placement::shown(state.members.scheme()),
             warnings,
+            dumps: Some(dumps),
             volumes: state.volumes.values().map(|volume| volume.name.clone()).collect(),
             repair: None,
         })

@@ -73,6 +73,7 @@ pub(crate) struct State {
     pub deaf: bool,
     pub deleted: u64,
     pub check: Option<crate::check::Run>,
+    pub dumps: crate::dumps::Dumps,
     pub stopped: bool,
 }
 
@@ -512,7 +513,12 @@ impl Meta {
         if let Some(run) = &mut state.check {
             run.touch(&batch);
         }
-        Ok(self.engine.order(batch)?)
+        let taped = state.dumps.tapes.copy(&batch);
+        let seq = self.engine.order(batch)?;
+        if let Some(changes) = taped {
+            state.dumps.tapes.add(&changes, seq, now);
+        }
+        Ok(seq)
     }
 }
 

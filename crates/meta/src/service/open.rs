@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use torchfs_engine::Engine;
 use torchfs_proto::attr::{Kind, Time};
 use torchfs_proto::clock::Clock;
-use torchfs_proto::record::{self, ClusterCounters, Counters, Format, MAGIC, MUST_KNOW, VERSION};
+use torchfs_proto::record::{self, ClusterCounters, Counters, Format, LOADING, MAGIC, MUST_KNOW, VERSION};
 use torchfs_proto::{Ino, SessionId, VolumeId, key};
 
 use super::replay::load_outcomes;
@@ -16,6 +16,7 @@ use super::sessions::{Session, load_ranges};
 use super::signals::{Board, Signals};
 use super::{Chore, Meta, State};
 use crate::config::Config;
+use crate::dumps::Dumps;
 use crate::error::Error;
 use crate::leases::Leases;
 use crate::members::Members;
@@ -60,6 +61,7 @@ impl Meta {
         if !sessions.is_empty() {
             tracing::info!(sessions = sessions.len(), "waiting for sessions to report what they hold");
         }
+        let dumps = Dumps::load(&view, &config)?;
         drop(view);
         let board = Arc::new(Board::default());
         let told = board.clone();
@@ -81,6 +83,7 @@ impl Meta {
             deaf: false,
             deleted: 0,
             check: None,
+            dumps,
             stopped: false,
         };
         let since = Time::from_ns(wall_ns);
@@ -94,6 +97,9 @@ fn check_format(engine: &dyn Engine, wall_ns: i64, config: &Config) -> Result<()
     if let Some(format) = view.get::<Format>(&key::format())? {
         if format.magic != MAGIC {
             return Err(Error::Magic { found: format.magic });
+        }
+        if format.must_know & LOADING != 0 {
+            return Err(Error::Unfinished);
         }
         if format.version > VERSION || format.must_know & !MUST_KNOW != 0 {
             let (version, must_know) = (format.version, format.must_know);

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)] // helpers of tests
 
 mod content;
+mod dumps;
 mod namespace;
 mod orphans;
 mod replay;

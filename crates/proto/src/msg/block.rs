@@ -6,6 +6,7 @@ use crate::attr::Raw;
 use crate::chunk::ChunkInfo;
 use crate::fault::Fault;
 use crate::layout::Scheme;
+use crate::msg::dump::{DumpInfo, DumpOp};
 use crate::{BlockId, IdRange, LayoutId};
 
 /// Method numbers in the frame's header.
@@ -151,6 +152,9 @@ pub enum Op {
     /// What each session did here since the server's start.
     #[n(24)]
     Sessions,
+    /// Something with dumps of the metadata.
+    #[n(40)]
+    Dump(#[n(0)] DumpOp),
 }
 
 /// Most pieces in one Missing or Drop.
@@ -282,6 +286,16 @@ pub enum Reply {
         /// One for each session that was heard of lately.
         #[n(0)]
         sessions: Vec<SessionLoad>,
+    },
+    /// The dumps that are complete, newest first.
+    #[n(40)]
+    Dumps(#[n(0)] Vec<DumpInfo>),
+    /// A part of a dump follows in the payload.
+    #[n(41)]
+    DumpPart {
+        /// Bytes of the whole dump.
+        #[n(0)]
+        total: u64,
     },
 }
 

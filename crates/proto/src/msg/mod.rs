@@ -1,6 +1,7 @@
 //! Messages between processes, as numbered fields in CBOR arrays.
 
 pub mod block;
+pub mod dump;
 pub mod meta;
 
 /// Decodes a whole message; trailing bytes are allowed, since a newer peer may add fields.

@@ -654,6 +654,14 @@ pub enum Op {
     /// The metadata service itself: who leads, how far its log is, who follows.
     #[n(70)]
     MetaStatus,
+    /// The next piece of a dump; begin with an empty cursor, go on with the one answered. The last piece can be asked for
+    /// again.
+    #[n(100)]
+    Dump {
+        /// Where to go on.
+        #[n(0)]
+        cursor: Raw,
+    },
 }
 
 /// Most pieces in one ReportBad or heartbeat.

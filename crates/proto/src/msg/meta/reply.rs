@@ -6,6 +6,7 @@ use super::{FileLock, OpenSession, RepairReport, SessionTop, VolumeReport};
 use crate::attr::{Attr, Kind, Raw, Time, VolumeInfo};
 use crate::extent::{Extent, NewBlock};
 use crate::layout::{Placement, ServerInfo};
+use crate::msg::dump::DumpReport;
 use crate::{BlockId, ClusterId, Fence, IdRange, Incarnation, Ino, LayoutId, Seq, ServerId, SessionId};
 
 /// What came of an operation.
@@ -208,6 +209,22 @@ pub enum Done {
     /// The metadata service itself.
     #[n(48)]
     MetaStatus(#[n(0)] MetaReport),
+    /// The next piece of a dump.
+    #[n(50)]
+    Dumped {
+        /// Its bytes; may be none.
+        #[n(0)]
+        bytes: Raw,
+        /// Go on with this; empty at the end.
+        #[n(1)]
+        cursor: Raw,
+        /// Pairs that are done.
+        #[n(2)]
+        pairs: u64,
+        /// Pairs in all, about.
+        #[n(3)]
+        total: u64,
+    },
 }
 
 /// What a session needs to know.
@@ -400,6 +417,9 @@ pub struct StatusReport {
     /// How repair, moves and scrub go on.
     #[n(14)]
     pub repair: Option<RepairReport>,
+    /// The dumps on the data servers.
+    #[n(18)]
+    pub dumps: Option<DumpReport>,
 }
 
 /// The metadata service as people see it.

@@ -1,0 +1,108 @@
+//! After a restore: has every data server forget the blocks that the dump did not know.
+//!
+//! They were written after the dump was made. Their files are lost with the metadata that named them, and no session that
+//! could still name them lives: restoring ended all sessions, and new ones get ids of a later incarnation only. So what
+//! no record names and is of an earlier incarnation is dead for good; the durable batch that restored the store says so.
+//!
+//! # Invariants
+//! - Only ids of earlier incarnations than the restored store's are looked at, so nothing in flight is touched.
+//! - A server counts as searched when it has answered for every piece; that is durable, and done once for each server, those
+//!   that come later included.
+
+use std::time::Duration;
+
+use torchfs_proto::{BlockId, Result, ServerId, key};
+
+use super::DumpPeers;
+use crate::metrics;
+use crate::server::within;
+use crate::service::Meta;
+
+/// Pieces asked for at a time.
+const PIECES: u32 = 4_096;
+
+impl Meta {
+    /// Searches one data server that was not searched yet; whether there was one and it is done.
+    pub async fn sweep(&self, peers: &dyn DumpPeers) -> bool {
+        let Some((server, addr, first)) = self.next_to_sweep() else { return false };
+        match self.sweep_server(peers, &addr, first).await {
+            Ok(deleted) => {
+                if deleted > 0 {
+                    tracing::info!(
+                        server = server.0,
+                        "{deleted} blocks that were written after the restored dump are deleted"
+                    );
+                }
+                self.note_swept(server, deleted)
+            }
+            Err(fault) => {
+                tracing::debug!(server = server.0, "a server cannot be searched yet: {fault}");
+                false
+            }
+        }
+    }
+
+    /// A server that is up and was not searched, with the first incarnation that is not looked at.
+    fn next_to_sweep(&self) -> Option<(ServerId, String, u32)> {
+        let state = self.state.lock();
+        let restored = state.dumps.restored.as_ref()?;
+        let server = state.members.servers().into_iter().find(|s| s.up && !restored.swept.contains(&s.id))?;
+        Some((server.id, server.addr, restored.incarnation.0))
+    }
+
+    async fn sweep_server(&self, peers: &dyn DumpPeers, addr: &str, first: u32) -> Result<u64> {
+        let limit = Duration::from_millis(u64::from(self.config.peer_timeout_ms));
+        let (mut after, mut deleted) = (None, 0);
+        loop {
+            let (pieces, end) = within(limit, peers.pieces(addr, after, PIECES)).await?;
+            after = pieces.last().map(|piece| (piece.block, piece.piece));
+            let mut old: Vec<BlockId> = pieces.iter().map(|piece| piece.block).collect();
+            let all = old.len();
+            old.retain(|block| block.incarnation < first);
+            let passed = old.len() < all;
+            old.dedup();
+            let unknown = self.unnamed(old)?;
+            if !unknown.is_empty() {
+                deleted += unknown.len() as u64;
+                within(limit, peers.delete_blocks(addr, unknown)).await?;
+            }
+            if end || passed || after.is_none() {
+                return Ok(deleted);
+            }
+        }
+    }
+
+    /// Those that no record of any volume names.
+    fn unnamed(&self, mut blocks: Vec<BlockId>) -> Result<Vec<BlockId>> {
+        let volumes: Vec<_> = self.state.lock().volumes.keys().copied().collect();
+        for volume in volumes {
+            let view = self.view(volume);
+            let mut rest = Vec::with_capacity(blocks.len());
+            for block in blocks {
+                if view.block(block)?.is_none() {
+                    rest.push(block);
+                }
+            }
+            blocks = rest;
+        }
+        Ok(blocks)
+    }
+
+    fn note_swept(&self, server: ServerId, deleted: u64) -> bool {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let Some(mut restored) = state.dumps.restored.clone() else { return false };
+        restored.swept.push(server);
+        let mut view = self.view(key::CLUSTER);
+        view.frees = true;
+        view.put(key::restored(), &restored);
+        if let Err(fault) = self.order(state, view, self.clock.now()) {
+            tracing::warn!("a searched server cannot be noted: {fault}");
+            return false;
+        }
+        state.dumps.restored = Some(restored);
+        state.deleted += deleted;
+        metrics::deleted(deleted);
+        true
+    }
+}
