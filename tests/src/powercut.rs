@@ -21,6 +21,7 @@ use crate::wait::eventually;
 pub struct Disk {
     image: PathBuf,
     mount: PathBuf,
+    mib: u64,
     _sandbox: Arc<Sandbox>,
 }
 
@@ -31,7 +32,7 @@ impl Disk {
         let file = std::fs::File::create(&image).expect("the sandbox takes files");
         file.set_len(mib << 20).expect("the sandbox takes sparse files");
         run(Command::new("mkfs.ext4").args(["-q", "-F", "-m", "0"]).arg(&image)).ok();
-        let disk = Disk { image, mount: sandbox.folder(name), _sandbox: sandbox.clone() };
+        let disk = Disk { image, mib, mount: sandbox.folder(name), _sandbox: sandbox.clone() };
         disk.mount_again();
         disk
     }
@@ -49,6 +50,16 @@ impl Disk {
     /// Takes the dead mount away and mounts what the disk still has.
     pub fn revive(&self) {
         eventually("unmounting a dead disk", || sys::unmount(&self.mount).map_err(|e| e.to_string()));
+        self.mount_again();
+    }
+
+    /// Puts an empty disk in its place, as a hand in the server room does; the old one goes when nobody has it open any more.
+    pub fn replace(&mut self) {
+        sys::detach(&self.mount);
+        self.image.set_extension("new.img");
+        let file = std::fs::File::create(&self.image).expect("the sandbox takes files");
+        file.set_len(self.mib << 20).expect("the sandbox takes sparse files");
+        run(Command::new("mkfs.ext4").args(["-q", "-F", "-m", "0"]).arg(&self.image)).ok();
         self.mount_again();
     }
 

@@ -82,8 +82,16 @@ pub enum Error {
         /// What does not fit.
         why: String,
     },
-    /// Too much waits to be written already.
-    #[error("server {server} has too much to write")]
+    /// Another process has the folder.
+    #[error("server {server} cannot use its folder: {why}")]
+    Busy {
+        /// This server.
+        server: ServerId,
+        /// Whose it is.
+        why: String,
+    },
+    /// Too much waits already.
+    #[error("server {server} has too much to do")]
     Overloaded {
         /// This server.
         server: ServerId,
@@ -107,6 +115,7 @@ impl From<Error> for Fault {
             Error::Io { .. } => (Code::Io, "check the server's disk"),
             Error::Latched { .. } => (Code::Io, "check the server's disk, then restart the server"),
             Error::Foreign { .. } => (Code::Version, "use another folder or the version that wrote this one"),
+            Error::Busy { .. } => (Code::Busy, ""),
             Error::Overloaded { .. } => (Code::Overloaded, ""),
             Error::Closed { .. } => (Code::Unreachable, ""),
         };

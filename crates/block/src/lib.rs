@@ -1,6 +1,8 @@
 //! The data server: immutable blocks in recycled segments on local disks.
 //!
-//! [`store`] keeps pieces of blocks on one disk; the server answers the requests of `proto::msg::block` with it.
+//! [`store`] keeps pieces of blocks on one disk; `disks` are all of a server's. The server answers the requests of
+//! `proto::msg::block` with them: clients take turns at each disk (`fair`, `gate`), `repair` pulls pieces from other servers, and
+//! `scrub` looks for what rots.
 //!
 //! # Invariants
 //! - A put is acknowledged when it is durable; a deleted piece stays deleted once that is acknowledged.
@@ -11,11 +13,20 @@
 //! - Where pieces belong (placement): the client decides, the metadata records it.
 //! - Checking what is read: the reader does, end to end (crate `codec`); `verify` is for the scrubber.
 
+mod disks;
 mod dumps;
 mod error;
+mod fair;
+mod gate;
 mod metrics;
+mod promise;
+mod readers;
+mod repair;
+mod scrub;
 pub mod server;
+mod sessions;
 pub mod store;
+mod versions;
 
 pub use error::{Error, Result};
 pub use server::BlockServer;

@@ -20,3 +20,11 @@ pub(crate) const CORRUPT: &str = "torchfs_block_corrupt_total";
 pub(crate) const DUMPS: &str = "torchfs_block_dumps_total";
 /// Bytes of dumps taken.
 pub(crate) const DUMP_BYTES: &str = "torchfs_block_dump_bytes_total";
+/// Bytes of pieces pulled from other servers.
+pub(crate) const PULLED_BYTES: &str = "torchfs_block_pulled_bytes_total";
+/// Pieces that could not be pulled.
+pub(crate) const PULL_FAILURES: &str = "torchfs_block_pull_failures_total";
+/// Pieces rebuilt by the erasure code.
+pub(crate) const REBUILT: &str = "torchfs_block_rebuilt_total";
+/// Stored bytes read and checked by scrubbing.
+pub(crate) const SCRUBBED_BYTES: &str = "torchfs_block_scrubbed_bytes_total";

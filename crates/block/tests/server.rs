@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use torchfs_block::server::{BlockServer, Config};
+use torchfs_block::server::{BlockServer, Config, DiskName};
 use torchfs_block::store;
 use torchfs_codec::{Compression, decode_chunk, encode};
 use torchfs_disk::SimDisk;
@@ -134,7 +134,9 @@ async fn bad_requests(to: &Connection) {
 #[tokio::test]
 async fn every_request_is_answered_over_tcp_from_a_real_folder() {
     let dir = tempfile::tempdir().unwrap();
-    let server = BlockServer::open(Config { dir: dir.path().to_owned(), ..config() }).unwrap();
+    let dirs = vec![DiskName { id: 1, path: dir.path().display().to_string() }];
+    let config = || Config { dirs: dirs.clone(), ..config() };
+    let server = BlockServer::open(config(), None).unwrap();
     let rpc = torchfs_rpc::Config { role: Role::Data, ..torchfs_rpc::Config::default() };
     let listener = Listener::bind("127.0.0.1:0", rpc).await.unwrap();
     let handle = serve(listener, server.clone());
@@ -153,9 +155,9 @@ async fn every_request_is_answered_over_tcp_from_a_real_folder() {
     tokio::time::timeout(Duration::from_secs(60), closed).await.expect("connections end");
     drop(server);
 
-    let again = BlockServer::open(Config { dir: dir.path().to_owned(), ..config() }).unwrap();
-    assert!(again.store().verify(id(3), 0).is_ok());
-    let second = BlockServer::open(Config { dir: dir.path().to_owned(), ..config() });
+    let again = BlockServer::open(config(), None).unwrap();
+    assert!(again.stores()[0].verify(id(3), 0).is_ok());
+    let second = BlockServer::open(config(), None);
     assert!(second.is_err(), "the folder is in use");
 }
 

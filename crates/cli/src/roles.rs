@@ -6,6 +6,7 @@
 mod cluster;
 mod data;
 mod follower;
+mod identity;
 mod meta;
 mod mount;
 

@@ -22,7 +22,7 @@ mod tool;
 
 pub use blocks::{Blocks, BlocksConfig};
 pub use dumps::Dumps;
-pub use member::{Figures, Identity, Member, MemberConfig};
+pub use member::{Figures, Identity, Member, MemberConfig, Reports};
 pub use meta::{Changed, Keeper, Mark, Meta, MetaConfig};
 pub use peers::Peers;
 pub use tool::{Progress, Tool, ToolConfig};

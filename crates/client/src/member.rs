@@ -1,4 +1,5 @@
-//! A data server's membership: it reports to the metadata service every second, and learns its number and cluster so.
+//! A data server's membership: it reports to the metadata service every second, and learns its number, its cluster and the
+//! versions of placement groups so.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,7 +9,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 use torchfs_proto::msg::meta::{Done, Heartbeat, Op};
-use torchfs_proto::{ClusterId, Result, ServerId};
+use torchfs_proto::{ClusterId, LayoutId, Result, ServerId};
 
 use crate::meta::unexpected;
 use crate::tool::Leader;
@@ -40,8 +41,24 @@ pub struct Identity {
     pub cluster: ClusterId,
 }
 
-/// Gives the figures of the next report; called every second, so it has to be quick.
-pub type Figures = Arc<dyn Fn() -> Heartbeat + Send + Sync>;
+/// What a data server tells, and what it makes of the answer. Both are called every second, so they have to be quick.
+pub trait Reports: Send + Sync {
+    /// The figures of the next report.
+    fn figures(&self) -> Heartbeat;
+
+    /// The metadata service has heard a report. It told the placement's version and, if the report knew an older one, the
+    /// version of each group of each layout.
+    fn heard(&self, _report: &Heartbeat, _placement: u64, _groups: Vec<(LayoutId, Vec<u32>)>) {}
+}
+
+impl<F: Fn() -> Heartbeat + Send + Sync> Reports for F {
+    fn figures(&self) -> Heartbeat {
+        self()
+    }
+}
+
+/// Whoever reports.
+pub type Figures = Arc<dyn Reports>;
 
 /// A running membership.
 pub struct Member {
@@ -109,8 +126,11 @@ async fn report(leader: &Leader, figures: &Figures, tell: &watch::Sender<Option<
     let mut silent = false;
     loop {
         let beat = beat(figures, *tell.borrow());
-        let result = match leader.ask(Op::Heartbeat(beat)).await {
-            Ok(Done::Joined { server, cluster, .. }) => Ok(Identity { server, cluster }),
+        let result = match leader.ask(Op::Heartbeat(beat.clone())).await {
+            Ok(Done::Joined { server, cluster, placement, groups }) => {
+                figures.heard(&beat, placement, groups);
+                Ok(Identity { server, cluster })
+            }
             Ok(other) => Err(unexpected("Heartbeat", &other)),
             Err(fault) => Err(fault),
         };
@@ -134,7 +154,7 @@ async fn report(leader: &Leader, figures: &Figures, tell: &watch::Sender<Option<
 }
 
 fn beat(figures: &Figures, identity: Option<Identity>) -> Heartbeat {
-    let mut beat = figures();
+    let mut beat = figures.figures();
     if let Some(identity) = identity {
         if beat.server == ServerId(0) {
             beat.server = identity.server;

@@ -4,6 +4,7 @@
 
 mod cli;
 mod crash;
+mod disks;
 mod dump;
 mod posix;
 mod postgres;

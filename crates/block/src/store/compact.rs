@@ -112,7 +112,18 @@ impl Writer {
         let mut batch = Batch::of_moves();
         let mut bytes = 0;
         while bytes < most {
-            match emptying.walk.step().map_err(|e| self.shared.io("read a segment", e))? {
+            let step = match emptying.walk.step() {
+                Ok(step) => step,
+                Err(error) => {
+                    // What was carried over counts; the rest stays where it is.
+                    self.commit(&mut batch)?;
+                    let error = self.shared.io("read a segment", error);
+                    tracing::warn!(server = %self.shared.config.server, %error, "cannot empty a segment");
+                    self.keep_as_it_is(emptying.victim);
+                    return Ok(Some(false));
+                }
+            };
+            match step {
                 Step::Record(record) => {
                     bytes += self.carry_over(&mut batch, &emptying, record.offset, record.what)?;
                 }
@@ -142,11 +153,13 @@ impl Writer {
                 drop(index);
                 let Some((entry, file)) = here else { return Ok(0) };
                 let mut payload = AlignedBuf::with_len(entry.payload as usize);
-                let got = file
-                    .read_at(&mut payload, entry.span().payload)
-                    .map_err(|e| self.shared.io("read a piece", e))?;
-                if got < payload.len() {
-                    return Err(self.shared.io("read a piece", std::io::ErrorKind::UnexpectedEof.into()));
+                let whole = file.read_at(&mut payload, entry.span().payload);
+                if whole.as_ref().ok() != Some(&payload.len()) {
+                    // It stays here, damaged as it is, until a good copy takes its place.
+                    let why =
+                        whole.map_or_else(|e| e.to_string(), |_| "the segment's file ends early".into());
+                    self.shared.found_bad(piece.key, &entry, &why);
+                    return Ok(0);
                 }
                 let what = What::Piece(piece);
                 self.make_room(batch, &what, Purpose::MakeSpace)?;
@@ -181,13 +194,17 @@ impl Writer {
                 segment = victim,
                 "part of a segment cannot be read any more; it is kept as it is, run torchfs scrub"
             );
-            if let Some(segment) = self.shared.index.write().segments.get_mut(&victim) {
-                segment.stuck = true;
-            }
+            self.keep_as_it_is(victim);
             return Ok(false);
         }
         self.start_generation(victim, Use::Free)?;
         self.free.push(victim);
         Ok(true)
+    }
+
+    fn keep_as_it_is(&mut self, victim: u32) {
+        if let Some(segment) = self.shared.index.write().segments.get_mut(&victim) {
+            segment.stuck = true;
+        }
     }
 }

@@ -9,10 +9,12 @@
 //!
 //! # Invariants
 //! - `live` of a segment is the sum of the footprints of its live pieces, `tombs` that of its tombstones that are needed.
+//! - A key in `bad` lives: some of its bytes are not what was put. They are kept, and checked before they are served, until
+//!   a good copy is here.
 //! - A key with a dead record somewhere has an entry in `dead`; with the last such record the entry and the need for
 //!   its tombstone end.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -124,6 +126,7 @@ pub struct Held {
 pub struct Index {
     live: BTreeMap<Key, Entry>,
     dead: HashMap<Key, Dead>,
+    bad: BTreeSet<Key>,
     pub segments: BTreeMap<u32, Segment>,
     /// Stored bytes of all live pieces.
     payload: u64,
@@ -132,6 +135,31 @@ pub struct Index {
 impl Index {
     pub fn find(&self, key: &Key) -> Option<&Entry> {
         self.live.get(key)
+    }
+
+    /// Whether the live piece is known to be damaged.
+    pub fn is_bad(&self, key: &Key) -> bool {
+        self.bad.contains(key)
+    }
+
+    /// All damaged pieces, in order.
+    pub fn bad(&self) -> impl Iterator<Item = Key> {
+        self.bad.iter().copied()
+    }
+
+    /// How many pieces are damaged.
+    pub fn bad_count(&self) -> usize {
+        self.bad.len()
+    }
+
+    /// The piece is damaged, if it still is the one that was looked at; whether that is news.
+    pub fn mark_bad(&mut self, key: Key, entry: &Entry) -> bool {
+        self.live.get(&key) == Some(entry) && self.bad.insert(key)
+    }
+
+    /// The piece is whole: written anew, or its disk recovered; whether it was damaged before.
+    pub fn mark_good(&mut self, key: &Key) -> bool {
+        self.bad.remove(key)
     }
 
     /// How many pieces live.
@@ -170,6 +198,10 @@ impl Index {
             self.payload -= u64::from(old.payload);
             self.sub_live(old.segment, old.footprint());
             self.bury(key, old.segment);
+            // What could not be carried over may be empty now.
+            if let Some(segment) = self.segments.get_mut(&old.segment) {
+                segment.stuck = false;
+            }
         }
     }
 
@@ -183,6 +215,7 @@ impl Index {
 
     /// A tombstone of this piece is durable in the given segment.
     pub fn delete(&mut self, key: Key, tomb_segment: u32) {
+        self.bad.remove(&key);
         if let Some(old) = self.live.remove(&key) {
             self.payload -= u64::from(old.payload);
             self.sub_live(old.segment, old.footprint());
@@ -273,6 +306,7 @@ impl Index {
         for (key, dead) in &self.dead {
             assert_eq!(records.get(key), Some(&dead.records), "dead records of {key:?}");
         }
+        assert!(self.bad.iter().all(|key| self.live.contains_key(key)));
         assert_eq!(self.payload, self.live.values().map(|entry| u64::from(entry.payload)).sum::<u64>());
     }
 

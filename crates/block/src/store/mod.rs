@@ -19,6 +19,7 @@
 //! - Checking what a reader gets: the reader does that. [`Store::verify`] is for the scrubber.
 
 mod compact;
+mod cursor;
 mod format;
 mod index;
 mod open;
@@ -29,6 +30,7 @@ mod tests;
 mod writer;
 
 use std::collections::{HashSet, VecDeque};
+use std::sync::atomic::AtomicU32;
 use std::sync::mpsc;
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
@@ -39,6 +41,7 @@ use torchfs_proto::chunk::{ChunkInfo, MAX_CHUNKS};
 use torchfs_proto::disk::Disk;
 use torchfs_proto::{BlockId, ClusterId, IdRange, LayoutId, ServerId};
 
+pub use cursor::Cursor;
 pub(crate) use read::check_chunks;
 pub use read::{Body, Found, Stat};
 
@@ -53,12 +56,16 @@ pub struct Config {
     pub cluster: ClusterId,
     /// The server's name in faults.
     pub server: ServerId,
+    /// The disk's name in faults: its folder. Empty where there is only one.
+    pub disk: String,
     /// Bytes of a new segment; less on a small disk. The largest piece has to fit.
     pub segment_bytes: u64,
     /// The most bytes of all segments; `None` takes what the file system has.
     pub capacity: Option<u64>,
     /// Bytes of the file system that are left to others.
     pub keep_free: u64,
+    /// How many stores share the file system's room, this one included.
+    pub sharers: u64,
     /// Segments that puts may not use, so that deleting and emptying work when all else is full.
     pub reserve: usize,
     /// The most bytes of one batch.
@@ -74,9 +81,11 @@ impl Default for Config {
         Config {
             cluster: ClusterId(0),
             server: ServerId(0),
+            disk: String::new(),
             segment_bytes: 256 << 20,
             capacity: None,
             keep_free: 64 << 20,
+            sharers: 1,
             reserve: 2,
             batch_bytes: 32 << 20,
             queue_bytes: 128 << 20,
@@ -141,6 +150,11 @@ impl Store {
         self.wait(|done| Op::Delete(Dead::Range(range, keep.into_iter().collect()), done))
     }
 
+    /// Deletes single pieces of blocks that live on elsewhere; returns how many were here, when that is durable.
+    pub fn drop_pieces(&self, pieces: Vec<(BlockId, u8)>) -> Result<u64> {
+        self.wait(|done| Op::Delete(Dead::Pieces(pieces), done))
+    }
+
     /// [`Store::put`] without waiting: fails at once with [`Error::Overloaded`] if too much waits already.
     pub fn submit_put(&self, piece: NewPiece, done: Done<()>) -> Result<()> {
         self.shared.submit(Op::Put(piece, done), false)
@@ -155,6 +169,21 @@ impl Store {
     pub fn submit_purge(&self, range: IdRange, keep: Vec<BlockId>, done: Done<u64>) -> Result<()> {
         let keep = keep.into_iter().collect();
         self.shared.submit(Op::Delete(Dead::Range(range, keep), done), false)
+    }
+
+    /// [`Store::drop_pieces`] without waiting for it.
+    pub fn submit_drop(&self, pieces: Vec<(BlockId, u8)>, done: Done<u64>) -> Result<()> {
+        self.shared.submit(Op::Delete(Dead::Pieces(pieces), done), false)
+    }
+
+    /// Why the disk takes no changes any more, if it failed.
+    pub fn failure(&self) -> Option<&str> {
+        self.shared.latched.get().map(String::as_str)
+    }
+
+    /// Takes the disk out of use as if a write had failed: no changes any more, reads go on as far as they can.
+    pub fn take_out(&self, what: &'static str, error: std::io::Error) {
+        self.shared.latch(what, error);
     }
 
     fn wait<T: Send + 'static>(&self, op: impl FnOnce(Done<T>) -> Op) -> Result<T> {
@@ -190,6 +219,7 @@ enum Op {
 /// What to delete.
 enum Dead {
     Blocks(Vec<BlockId>),
+    Pieces(Vec<(BlockId, u8)>),
     Range(IdRange, HashSet<BlockId>),
 }
 
@@ -199,6 +229,7 @@ impl Op {
         match self {
             Op::Put(piece, _) => piece.payload.iter().map(|part| part.len() as u64).sum::<u64>() + 256,
             Op::Delete(Dead::Blocks(blocks), _) => blocks.len() as u64 * 16 + 256,
+            Op::Delete(Dead::Pieces(pieces), _) => pieces.len() as u64 * 24 + 256,
             Op::Delete(Dead::Range(_, keep), _) => keep.len() as u64 * 32 + 256,
         }
     }
@@ -213,6 +244,8 @@ struct Shared {
     recent: read::Recent,
     /// The first failure of a write or sync.
     latched: OnceLock<String>,
+    /// Reads that the disk refused.
+    read_errors: AtomicU32,
     /// Places that could not be read at the start.
     damaged: u64,
     queue: Mutex<Queue>,
@@ -306,14 +339,19 @@ impl Shared {
     }
 
     fn io(&self, what: &'static str, error: std::io::Error) -> Error {
-        Error::Io { server: self.config.server, what, why: error.to_string() }
+        io_error(&self.config, what, error)
     }
 
     /// Remembers the first failure; from now on the disk takes no change.
     fn latch(&self, what: &'static str, error: std::io::Error) -> Error {
         let error = self.io(what, error);
         if self.latched.set(error.to_string()).is_ok() {
-            tracing::error!(server = %self.config.server, %error, "the disk takes no changes any more");
+            tracing::error!(
+                server = %self.config.server,
+                disk = self.config.disk,
+                %error,
+                "the disk takes no changes any more"
+            );
         }
         error
     }
@@ -324,4 +362,12 @@ impl Shared {
             None => Ok(()),
         }
     }
+}
+
+fn io_error(config: &Config, what: &'static str, error: std::io::Error) -> Error {
+    let why = match config.disk.as_str() {
+        "" => error.to_string(),
+        disk => format!("{disk}: {error}"),
+    };
+    Error::Io { server: config.server, what, why }
 }

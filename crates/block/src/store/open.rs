@@ -6,6 +6,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::OnceLock;
+use std::sync::atomic::AtomicU32;
 
 use parking_lot::{Condvar, Mutex, RwLock};
 use torchfs_proto::disk::{Disk, DiskFile};
@@ -34,6 +35,7 @@ pub(super) fn open(disk: Arc<dyn Disk>, config: Config) -> Result<(Arc<Shared>, 
         index: RwLock::new(found.index),
         recent: super::read::Recent::new(),
         latched: OnceLock::new(),
+        read_errors: AtomicU32::new(0),
         damaged: found.damaged,
         queue: Mutex::new(Queue::default()),
         wake: Condvar::new(),
@@ -316,5 +318,5 @@ impl Found {
 }
 
 fn opening_error(config: &Config, what: &'static str, error: std::io::Error) -> Error {
-    Error::Io { server: config.server, what, why: error.to_string() }
+    super::io_error(config, what, error)
 }

@@ -2,7 +2,8 @@
 //!
 //! A piece's chunk table lies before its payload. A small piece is read with its table in one go; of a large one only the
 //! table is read, and the payload is handed on as a range of the file, for sendfile. The bytes are not checked: the reader
-//! does that, since it has to anyway.
+//! does that, since it has to anyway. A piece that was found damaged is kept and marked until a good copy takes its
+//! place; meanwhile it is checked here, and only chunks that are whole are handed out: they may be the last of their kind.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,13 +16,16 @@ use torchfs_proto::msg::block::PieceInfo;
 use torchfs_proto::{BlockId, LayoutId};
 use torchfs_rpc::AlignedBuf;
 
-use super::format::{PAGE, Record, Refused, What};
+use super::format::{PAGE, PieceHeader, Record, Refused, SegmentHeader, What};
 use super::index::{Entry, Held, Key};
 use super::{Shared, Store};
 use crate::{Error, Result, metrics as names};
 
 /// A record up to this length is read in one go, whatever part of it is wanted.
 const SMALL: u64 = 80 << 10;
+
+/// After so many reads that the disk refused it is taken out of use.
+const READ_ERRORS_MAX: u32 = 32;
 
 const ENDS_EARLY: &str = "the segment's file ends early";
 
@@ -31,6 +35,7 @@ struct Wanted {
     piece: u8,
     entry: Entry,
     file: Arc<Held>,
+    bad: bool,
 }
 
 impl Wanted {
@@ -82,6 +87,8 @@ pub struct Stat {
     pub pieces: u64,
     /// Places that could not be read when the store was opened.
     pub damaged: u64,
+    /// Live pieces that are known to be damaged.
+    pub bad: u64,
 }
 
 impl Store {
@@ -89,14 +96,19 @@ impl Store {
     pub fn get(&self, block: BlockId, piece: u8, range: Range<u32>) -> Result<Found> {
         let wanted = self.wanted(block, piece)?;
         let mut head = AlignedBuf::with_len(wanted.head());
-        let got = self.read(&wanted.file, &mut head, wanted.entry.offset())?;
-        head.truncate(got);
-        self.found(wanted, head.into_bytes(), range)
+        let got = wanted.file.read_at(&mut head, wanted.entry.offset());
+        head.truncate(got.map_err(|e| self.unreadable(&wanted, e))?);
+        let bad = wanted.bad;
+        let found = self.found(wanted, head.into_bytes(), range)?;
+        if bad { self.checked(block, piece, found) } else { Ok(found) }
     }
 
     /// [`Store::get`] if that needs no wait for the disk, else `None`.
     pub fn get_now(&self, block: BlockId, piece: u8, range: Range<u32>) -> Result<Option<Found>> {
         let wanted = self.wanted(block, piece)?;
+        if wanted.bad {
+            return Ok(None);
+        }
         let offset = wanted.entry.offset();
         // A header in memory, read ahead with its neighbour, says nothing about the payload behind it.
         let span = wanted.entry.span();
@@ -107,7 +119,7 @@ impl Store {
             return Ok(None);
         }
         let mut head = AlignedBuf::with_len(wanted.head());
-        if !wanted.file.read_at_once(&mut head, offset).map_err(|e| self.shared.io("read a piece", e))? {
+        if !wanted.file.read_at_once(&mut head, offset).map_err(|e| self.unreadable(&wanted, e))? {
             return Ok(None);
         }
         self.found(wanted, head.into_bytes(), range).map(Some)
@@ -117,15 +129,15 @@ impl Store {
     /// the page cache: most are read once per epoch and cached by the node that asked.
     pub fn load(&self, block: BlockId, piece: u8, range: Range<u32>) -> Result<Found> {
         let wanted = self.wanted(block, piece)?;
-        if range.start == 0 && range.end >= u32::from(wanted.entry.chunks) {
+        if range.start == 0 && range.end >= u32::from(wanted.entry.chunks) && !wanted.bad {
             return self.load_whole(wanted, range);
         }
         let mut found = self.get(block, piece, range)?;
         if let Body::File { file, offset, len } = found.body {
             let mut bytes = AlignedBuf::with_len(len as usize);
-            let got = file.read_at(&mut bytes, offset).map_err(|e| self.shared.io("read a piece", e))?;
+            let got = file.read_at(&mut bytes, offset).map_err(|e| self.unreadable(&wanted, e))?;
             if got < bytes.len() {
-                return Err(self.shared.corrupt(block, piece, ENDS_EARLY.to_owned()));
+                return Err(self.corrupt(&wanted, ENDS_EARLY.to_owned()));
             }
             found.body = Body::Memory(bytes.into_bytes());
         }
@@ -142,51 +154,124 @@ impl Store {
         } else {
             wanted.file.read_direct_at(&mut bytes, start)
         };
-        bytes.truncate(got.map_err(|e| self.shared.io("read a piece", e))?);
+        bytes.truncate(got.map_err(|e| self.unreadable(&wanted, e))?);
         let record = bytes.into_bytes();
         let record = record.slice(record.len().min((from - start) as usize)..);
         self.found(wanted, record, range)
     }
 
     fn wanted(&self, block: BlockId, piece: u8) -> Result<Wanted> {
-        let (entry, file) = self.shared.find(block, piece)?;
-        Ok(Wanted { block, piece, entry, file })
+        let (entry, file, bad) = self.shared.find(block, piece)?;
+        Ok(Wanted { block, piece, entry, file, bad })
+    }
+
+    /// Chunks of a damaged piece, if these are whole.
+    fn checked(&self, block: BlockId, piece: u8, mut found: Found) -> Result<Found> {
+        let bytes = match found.body {
+            Body::Memory(bytes) => bytes,
+            Body::File { file, offset, len } => {
+                let mut bytes = AlignedBuf::with_len(len as usize);
+                let got = file
+                    .read_at(&mut bytes, offset)
+                    .map_err(|e| self.shared.io("read a damaged piece", e))?;
+                bytes.truncate(got);
+                bytes.into_bytes()
+            }
+        };
+        check_chunks(block, found.first, &found.chunks, &bytes).map_err(|error| Error::Corrupt {
+            block,
+            piece,
+            server: self.shared.config.server,
+            why: error.to_string(),
+        })?;
+        found.body = Body::Memory(bytes);
+        Ok(found)
     }
 
     /// Makes the answer from the head of a record: its header alone or all of it.
     fn found(&self, wanted: Wanted, head: Bytes, range: Range<u32>) -> Result<Found> {
-        let Wanted { block, piece, entry, file } = wanted;
-        let span = entry.span();
-        let header = self.header(block, piece, &entry, &file, head.get(..span.header))?;
+        let span = wanted.entry.span();
+        let header = self.header(&wanted, head.get(..span.header))?;
         let end = (range.end as usize).min(header.chunks.len());
         let range = (range.start as usize).min(end)..end;
         let within = torchfs_codec::stored_range(&header.chunks, range.clone());
         let body = if head.len() > span.header {
-            let from = (span.payload - entry.offset()) as usize;
+            let from = (span.payload - wanted.entry.offset()) as usize;
             let here = from + within.start as usize..from + within.end as usize;
             if here.end > head.len() {
-                return Err(self.shared.corrupt(block, piece, ENDS_EARLY.to_owned()));
+                return Err(self.corrupt(&wanted, ENDS_EARLY.to_owned()));
             }
             Body::Memory(head.slice(here))
         } else {
+            let file = wanted.file;
             Body::File { file, offset: span.payload + within.start, len: within.end - within.start }
         };
         let first = header.first + range.start as u32;
         Ok(Found { layout: header.layout, first, chunks: header.chunks[range].to_vec(), body })
     }
 
-    /// Reads a piece from disk and checks all of it; returns its stored bytes.
+    /// Reads a piece around the page cache and checks all of it; returns its stored bytes. What does not fit is marked as
+    /// damaged, and what fits again is not any more.
     pub fn verify(&self, block: BlockId, piece: u8) -> Result<u64> {
-        let (entry, file) = self.shared.find(block, piece)?;
-        let span = entry.span();
-        let mut bytes = vec![0; (span.end - entry.offset()) as usize];
-        let got = self.read(&file, &mut bytes, entry.offset())?;
-        bytes.truncate(got);
-        let header = self.header(block, piece, &entry, &file, bytes.get(..span.header))?;
-        let payload = bytes.get((span.payload - entry.offset()) as usize..).unwrap_or_default();
+        let (entry, file, was_bad) = self.shared.find(block, piece)?;
+        let wanted = Wanted { block, piece, entry, file, bad: was_bad };
+        let (from, to) = (entry.offset(), entry.span().end);
+        let start = from - from % PAGE;
+        let mut bytes = AlignedBuf::with_len((to.next_multiple_of(PAGE) - start) as usize);
+        let got = wanted.file.read_direct_at(&mut bytes, start).map_err(|e| self.unreadable(&wanted, e))?;
+        let record = bytes.get((from - start) as usize..got).unwrap_or_default();
+        let header = self.header(&wanted, record.get(..entry.span().header))?;
+        let payload = (entry.span().payload - from) as usize..(to - from) as usize;
+        let payload = record.get(payload).unwrap_or_default();
         check_chunks(block, header.first, &header.chunks, payload)
-            .map_err(|error| self.shared.corrupt(block, piece, error.to_string()))?;
+            .map_err(|error| self.corrupt(&wanted, error.to_string()))?;
+        if was_bad {
+            let mut index = self.shared.index.write();
+            if index.find(&Key::new(block, piece)) == Some(&entry) {
+                index.mark_good(&Key::new(block, piece));
+            }
+        }
         Ok(payload.len() as u64)
+    }
+
+    /// Whether the piece is here and, as far as is known, whole.
+    pub fn has(&self, block: BlockId, piece: u8) -> bool {
+        let key = Key::new(block, piece);
+        let index = self.shared.index.read();
+        index.find(&key).is_some() && !index.is_bad(&key)
+    }
+
+    /// Stored bytes of a piece that is here, whole or not.
+    pub fn stored(&self, block: BlockId, piece: u8) -> Option<u32> {
+        self.shared.index.read().find(&Key::new(block, piece)).map(|entry| entry.payload)
+    }
+
+    /// Pieces that are known to be damaged, at most so many.
+    pub fn bad(&self, limit: usize) -> Vec<(BlockId, u8)> {
+        self.shared.index.read().bad().take(limit).map(|key| (key.block(), key.piece())).collect()
+    }
+
+    /// Looks whether the disk still answers: finds a segment under its name and reads its header. If not, the disk is
+    /// taken out of use.
+    pub fn probe(&self) {
+        if self.failure().is_some() {
+            return;
+        }
+        let held = self.shared.index.read().segments.values().next_back().map(|s| (s.header, s.file.clone()));
+        let Some((header, _held)) = held else { return };
+        let probe = || -> std::io::Result<()> {
+            let file = self.shared.disk.open(&super::writer::segment_name(header.number))?;
+            let mut slots = AlignedBuf::with_len(2 * PAGE as usize);
+            let got = file.read_direct_at(&mut slots, 0)?;
+            let ours = slots[..got].chunks(PAGE as usize).any(|slot| {
+                SegmentHeader::decode(slot)
+                    .is_ok_and(|found| (found.cluster, found.number) == (header.cluster, header.number))
+            });
+            if ours { Ok(()) } else { Err(std::io::Error::other("its segments are not there any more")) }
+        };
+        if let Err(error) = probe() {
+            self.take_out("find its segments", error);
+        }
     }
 
     /// Pieces after the given one, in the order of ids, at most so many.
@@ -209,7 +294,8 @@ impl Store {
         let index = self.shared.index.read();
         let have: u64 = index.segments.values().map(|s| s.header.size).sum();
         let live: u64 = index.segments.values().map(|s| s.live + s.tombs).sum();
-        let room = space.free.saturating_sub(config.keep_free);
+        // Stores on one file system share what it has left.
+        let room = space.free.saturating_sub(config.keep_free) / config.sharers.max(1);
         let total = config.capacity.map_or(have + room, |capacity| capacity.min(have + room));
         let reserve = config.reserve as u64 * index.segments.values().next().map_or(0, |s| s.header.size);
         Ok(Stat {
@@ -218,50 +304,71 @@ impl Store {
             used: index.payload(),
             pieces: index.pieces() as u64,
             damaged: self.shared.damaged,
+            bad: index.bad_count() as u64,
         })
     }
 
-    fn read(&self, file: &Held, buf: &mut [u8], at: u64) -> Result<usize> {
-        file.read_at(buf, at).map_err(|e| self.shared.io("read a piece", e))
-    }
-
     /// The header of a piece's record, if it is the one that the index means.
-    fn header(
-        &self,
-        block: BlockId,
-        piece: u8,
-        entry: &Entry,
-        file: &Held,
-        bytes: Option<&[u8]>,
-    ) -> Result<super::format::PieceHeader> {
+    fn header(&self, wanted: &Wanted, bytes: Option<&[u8]>) -> Result<PieceHeader> {
+        let Wanted { block, piece, entry, file, .. } = wanted;
         let record = Record::decode(&file.place, entry.offset(), bytes.unwrap_or_default());
         match record {
             Ok(Record { what: What::Piece(header), .. })
-                if header.key == Key::new(block, piece) && header.digest() == entry.digest =>
+                if header.key == Key::new(*block, *piece) && header.digest() == entry.digest =>
             {
                 Ok(header)
             }
-            Err(Refused::Newer(why)) => Err(self.shared.corrupt(block, piece, why)),
+            Err(Refused::Newer(why)) => Err(self.corrupt(wanted, why)),
             _ => {
                 let place = format!("its header at {} in segment {}", entry.offset(), entry.segment);
-                Err(self.shared.corrupt(block, piece, format!("{place} cannot be read")))
+                Err(self.corrupt(wanted, format!("{place} cannot be read")))
             }
         }
+    }
+
+    fn corrupt(&self, wanted: &Wanted, why: String) -> Error {
+        let Wanted { block, piece, entry, .. } = wanted;
+        self.shared.found_bad(Key::new(*block, *piece), entry, &why);
+        Error::Corrupt { block: *block, piece: *piece, server: self.shared.config.server, why }
+    }
+
+    /// The disk refused to read a piece. One bad place costs that piece; many mean that the disk is gone.
+    fn unreadable(&self, wanted: &Wanted, error: std::io::Error) -> Error {
+        let fault = self.shared.io("read a piece", error);
+        self.shared.found_bad(Key::new(wanted.block, wanted.piece), &wanted.entry, &fault.to_string());
+        if self.shared.read_errors.fetch_add(1, Ordering::Relaxed) >= READ_ERRORS_MAX {
+            self.take_out("read its pieces", std::io::Error::other("too many places cannot be read"));
+        }
+        fault
     }
 }
 
 impl Shared {
-    pub(super) fn find(&self, block: BlockId, piece: u8) -> Result<(Entry, Arc<Held>)> {
+    /// Where a piece is, and whether it is known to be damaged.
+    pub(super) fn find(&self, block: BlockId, piece: u8) -> Result<(Entry, Arc<Held>, bool)> {
+        let key = Key::new(block, piece);
         let index = self.index.read();
         index
-            .find(&Key::new(block, piece))
-            .and_then(|entry| Some((*entry, index.segments.get(&entry.segment)?.file.clone())))
+            .find(&key)
+            .and_then(|entry| {
+                Some((*entry, index.segments.get(&entry.segment)?.file.clone(), index.is_bad(&key)))
+            })
             .ok_or(Error::Gone { block, piece, server: self.config.server })
     }
 
-    fn corrupt(&self, block: BlockId, piece: u8, why: String) -> Error {
-        metrics::counter!(names::CORRUPT).increment(1);
-        Error::Corrupt { block, piece, server: self.config.server, why }
+    /// Marks a piece as damaged.
+    pub(super) fn found_bad(&self, key: Key, entry: &Entry, why: &str) {
+        if self.index.write().mark_bad(key, entry) {
+            metrics::counter!(names::CORRUPT).increment(1);
+            tracing::warn!(
+                server = %self.config.server,
+                disk = self.config.disk,
+                block = %key.block(),
+                piece = key.piece(),
+                why,
+                "a piece is damaged; it is kept and not served until a good copy is here"
+            );
+        }
     }
 }
 

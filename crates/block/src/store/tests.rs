@@ -9,11 +9,12 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
-use torchfs_codec::{Compression, decode_chunk, encode};
+use torchfs_codec::{Compression, Encoded, decode_chunk, encode};
 use torchfs_disk::{Op as DiskOp, SimDisk};
 use torchfs_proto::disk::Disk;
 use torchfs_proto::{BlockId, ClusterId, IdRange, LayoutId, ServerId};
 
+use super::index::Key;
 use super::writer::Writer;
 use super::{Body, Config, Dead, Found, NewPiece, Op, Store};
 use crate::Error;
@@ -104,9 +105,22 @@ impl Rig {
     }
 
     fn delete(&mut self, counters: &[u64]) -> Result<u64, Error> {
+        self.bury(Dead::Blocks(counters.iter().map(|counter| id(*counter)).collect()))
+    }
+
+    fn drop_pieces(&mut self, counters: &[u64]) -> Result<u64, Error> {
+        self.bury(Dead::Pieces(counters.iter().map(|counter| (id(*counter), (counter % 3) as u8)).collect()))
+    }
+
+    /// As if a scrub had found the piece damaged.
+    fn damage(&self, counter: u64) {
+        let (entry, ..) = self.store.shared.find(id(counter), (counter % 3) as u8).unwrap();
+        self.store.shared.found_bad(Key::new(id(counter), (counter % 3) as u8), &entry, "the test says so");
+    }
+
+    fn bury(&mut self, dead: Dead) -> Result<u64, Error> {
         let outcome = Arc::new(Mutex::new(None));
         let tell = outcome.clone();
-        let dead = Dead::Blocks(counters.iter().map(|counter| id(*counter)).collect());
         self.writer.run(vec![Op::Delete(dead, Box::new(move |result| *tell.lock() = Some(result)))]);
         outcome.lock().take().expect("every delete is answered")
     }
@@ -225,12 +239,18 @@ type Promise = (Vec<u64>, Fate, Arc<Mutex<Option<Result<(), Error>>>>);
 fn random_batch(rng: &mut StdRng, rig: &mut Rig, model: &mut BTreeMap<u64, Fate>, names: u64, large: bool) {
     let mut ops = Vec::new();
     let mut promises: Vec<Promise> = Vec::new();
+    let mut damaged = Vec::new();
     for _ in 0..rng.random_range(1..8) {
         let answer = Arc::new(Mutex::new(None));
         let tell = answer.clone();
         let counter = rng.random_range(0..names);
         match rng.random_range(0..10) {
-            0..7 => {
+            kind @ 0..7 => {
+                // Some take the place of a damaged one, as a pull does.
+                if kind == 0 && model.get(&counter) == Some(&Fate::There) {
+                    rig.damage(counter);
+                    damaged.push(counter);
+                }
                 let done = Box::new(move |result| *tell.lock() = Some(result));
                 ops.push(Op::Put(new_piece(counter, large), done));
                 promises.push((vec![counter], Fate::There, answer));
@@ -243,7 +263,9 @@ fn random_batch(rng: &mut StdRng, rig: &mut Rig, model: &mut BTreeMap<u64, Fate>
                         .filter(|c| id(*c).incarnation == id(counter).incarnation)
                         .collect()
                 };
-                let dead = if kind < 9 {
+                let dead = if kind < 8 {
+                    Dead::Pieces(counters.iter().map(|c| (id(*c), (c % 3) as u8)).collect())
+                } else if kind < 9 {
                     Dead::Blocks(counters.iter().map(|c| id(*c)).collect())
                 } else {
                     Dead::Range(IdRange { first: id(counter), count: 10 }, [id(counter + 2)].into())
@@ -259,9 +281,15 @@ fn random_batch(rng: &mut StdRng, rig: &mut Rig, model: &mut BTreeMap<u64, Fate>
     }
     // Somebody reads while all this is written.
     let reader = model.iter().find(|(_, fate)| **fate == Fate::There).map(|(counter, _)| *counter);
-    let held = reader.and_then(|c| Some((c, rig.store.get(id(c), (c % 3) as u8, 0..u32::MAX).ok()?)));
+    let held = reader
+        .filter(|c| !damaged.contains(c))
+        .and_then(|c| Some((c, rig.store.get(id(c), (c % 3) as u8, 0..u32::MAX).ok()?)));
     rig.writer.run(ops);
     rig.writer.maintain();
+    for counter in damaged {
+        // The bytes were whole all the time; whoever was not healed says so when looked at.
+        let _ = rig.store.verify(id(counter), (counter % 3) as u8);
+    }
     if let Some((counter, found)) = held
         && rig.store.shared.disk.list().is_ok()
     {
@@ -310,7 +338,7 @@ fn flipped_bits_are_found_by_verify_and_by_the_reader() {
         let mut rig = Rig::open(&disk, config).unwrap();
         rig.put(3, large).unwrap();
         rig.put(6, large).unwrap();
-        let (entry, _) = rig.store.shared.find(id(3), 0).unwrap();
+        let (entry, ..) = rig.store.shared.find(id(3), 0).unwrap();
         let span = entry.span();
         let file = disk.open(&super::writer::segment_name(entry.segment)).unwrap();
         let mut rng = StdRng::seed_from_u64(9);
@@ -333,6 +361,7 @@ fn flipped_bits_are_found_by_verify_and_by_the_reader() {
             }
             file.write_at(&byte, at).unwrap();
         }
+        rig.store.verify(id(3), 0).expect("it is whole again");
         rig.check(3, large, true);
         rig.check(6, large, true);
     }
@@ -345,7 +374,7 @@ fn damage_in_the_middle_loses_that_record_only() {
     for counter in 0..30 {
         rig.put(counter, false).unwrap();
     }
-    let (entry, _) = rig.store.shared.find(id(4), 1).unwrap();
+    let (entry, ..) = rig.store.shared.find(id(4), 1).unwrap();
     let file = disk.open(&super::writer::segment_name(entry.segment)).unwrap();
     file.write_at(&[0xff; 100], entry.offset()).unwrap();
     drop(rig);
@@ -384,6 +413,184 @@ fn a_full_disk_refuses_puts_and_still_deletes() {
             assert!(back * 10 > dead.len() * 7, "{back} of {} fit again", dead.len());
         }
     }
+}
+
+#[test]
+fn a_power_cut_at_any_moment_of_a_pull_a_drop_or_an_emptying_loses_nothing() {
+    // The same life over and over, with the power going one operation later each time.
+    for cut in 0.. {
+        let disk = SimDisk::new(cut);
+        let config = Config { capacity: Some(7 * (64 << 10)), ..config() };
+        let mut rig = Rig::open(&disk, config.clone()).unwrap();
+        for counter in 0..60 {
+            rig.put(counter, false).unwrap();
+        }
+        disk.power_off_after(cut);
+        let mut model: BTreeMap<u64, Fate> = (0..60).map(|counter| (counter, Fate::There)).collect();
+        let mut end = false;
+        for round in 0..4 {
+            let of_round: Vec<u64> = (0..60).filter(|c| c % 4 == round).collect();
+            for counter in &of_round {
+                if round < 2 && model[counter] == Fate::There {
+                    // Pulled over a damaged one: the old bytes are whole here, so it is there either way.
+                    rig.damage(*counter);
+                    let _ = rig.put(*counter, false);
+                }
+            }
+            let dropped = rig.drop_pieces(&of_round).is_ok();
+            let fate = if dropped { Fate::Absent } else { Fate::Either };
+            model.extend(of_round.iter().map(|counter| (*counter, fate)));
+            while rig.writer.maintain() {}
+            let again: Vec<u64> = of_round.into_iter().filter(|c| c % 3 == 0).collect();
+            for counter in again {
+                let fate = if rig.put(counter, false).is_ok() { Fate::There } else { Fate::Either };
+                model.insert(counter, fate);
+            }
+            while rig.writer.maintain() {}
+            end = !disk.is_off();
+        }
+        let rig = Rig::open(&disk.power_cut(cut), config).unwrap();
+        settle(&rig, &mut model, false);
+        rig.store.shared.index.read().audit();
+        for piece in rig.store.list(None, usize::MAX) {
+            rig.store.verify(piece.block, piece.piece).unwrap();
+        }
+        if end {
+            assert!(cut > 100, "the life has only {cut} operations");
+            break;
+        }
+    }
+}
+
+#[test]
+fn a_damaged_piece_is_kept_and_not_served_until_a_good_one_is_there() {
+    let disk = SimDisk::new(0);
+    let mut rig = Rig::open(&disk, config()).unwrap();
+    for counter in 0..20 {
+        rig.put(counter, false).unwrap();
+    }
+    let (entry, ..) = rig.store.shared.find(id(7), 1).unwrap();
+    let name = super::writer::segment_name(entry.segment);
+    let file = disk.open(&name).unwrap();
+    let mut byte = [0];
+    file.read_at(&mut byte, entry.span().payload).unwrap();
+    file.write_at(&[byte[0] ^ 1], entry.span().payload).unwrap();
+    assert!(matches!(rig.store.verify(id(7), 1), Err(Error::Corrupt { .. })));
+    assert_eq!(rig.store.bad(10), [(id(7), 1)]);
+    assert!(!rig.store.has(id(7), 1));
+    for read in [rig.store.get(id(7), 1, 0..1), rig.store.load(id(7), 1, 0..1)] {
+        assert!(matches!(read, Err(Error::Corrupt { .. })));
+    }
+    assert!(matches!(rig.store.get_now(id(7), 1, 0..1), Ok(None)), "it is looked at first");
+    // Emptying its segment carries it along as it is: the rest of it may be needed to save something.
+    rig.delete(&(8..20).collect::<Vec<_>>()).unwrap();
+    while rig.writer.maintain() {}
+    assert!(rig.store.stored(id(7), 1).is_some() && !rig.store.has(id(7), 1));
+    rig.put(7, false).unwrap();
+    rig.check(7, false, true);
+    assert!(rig.store.bad(10).is_empty());
+    rig.store.shared.index.read().audit();
+    let rig = Rig::open(&disk.power_cut(3), config()).unwrap();
+    for counter in 0..8 {
+        rig.check(counter, false, true);
+        rig.store.verify(id(counter), (counter % 3) as u8).unwrap();
+    }
+}
+
+#[test]
+fn the_whole_chunks_of_a_damaged_piece_are_served_and_no_other() {
+    let disk = SimDisk::new(0);
+    let mut rig = Rig::open(&disk, Config { segment_bytes: 1 << 20, ..config() }).unwrap();
+    let mut data = vec![0; 300_000];
+    StdRng::seed_from_u64(5).fill(&mut data[..]);
+    let encoded = encode(id(8), &[data.clone().into()], Compression::None).unwrap();
+    let Encoded { chunks, payload } = encoded;
+    let piece = NewPiece { block: id(8), piece: 0, layout: LayoutId(1), first: 0, chunks, payload };
+    rig.writer.run(vec![Op::Put(piece, Box::new(|result| result.unwrap()))]);
+    let (entry, ..) = rig.store.shared.find(id(8), 0).unwrap();
+    let file = disk.open(&super::writer::segment_name(entry.segment)).unwrap();
+    let at = entry.span().payload + 100_000;
+    file.write_at(&[data[100_000] ^ 16], at).unwrap();
+    assert!(rig.store.verify(id(8), 0).is_err());
+    for chunk in 0..5 {
+        let read = rig.store.load(id(8), 0, chunk..chunk + 1);
+        match (chunk, read) {
+            (1, Err(Error::Corrupt { .. })) => {}
+            (1, _) => panic!("the damaged chunk was served"),
+            (_, read) => {
+                let range = (chunk as usize) << 16..data.len().min((chunk as usize + 1) << 16);
+                assert!(decode(id(8), &read.unwrap()).unwrap() == data[range]);
+            }
+        }
+    }
+    assert!(matches!(rig.store.load(id(8), 0, 0..5), Err(Error::Corrupt { .. })));
+    assert!(rig.store.get(id(8), 0, 2..5).is_ok());
+}
+
+#[test]
+fn a_full_disk_keeps_its_reserve_for_deletes_when_pieces_are_pulled_to_it() {
+    let disk = SimDisk::new(0);
+    let config = Config { capacity: Some(8 * (64 << 10)), ..config() };
+    let mut rig = Rig::open(&disk, config.clone()).unwrap();
+    let mut stored = 0;
+    while rig.put(stored, false).is_ok() {
+        stored += 1;
+    }
+    // Even the good copies of damaged pieces do not get at the reserve.
+    let damaged: Vec<u64> = (0..stored).filter(|c| c % 5 == 0).collect();
+    damaged.iter().for_each(|counter| rig.damage(*counter));
+    let healed = damaged.iter().filter(|counter| rig.put(**counter, false).is_ok()).count();
+    assert!(healed < damaged.len(), "{healed} of {}", damaged.len());
+    assert!(matches!(rig.put(stored, false), Err(Error::NoSpace { .. })));
+    let dead: Vec<u64> = (0..stored).filter(|c| c % 2 == 1).collect();
+    assert_eq!(rig.delete(&dead).unwrap(), dead.len() as u64);
+    while rig.writer.maintain() {}
+    for counter in &damaged {
+        if rig.store.stored(id(*counter), (counter % 3) as u8).is_some() {
+            rig.put(*counter, false).unwrap();
+        }
+    }
+    let rig = Rig::open(&disk.power_cut(1), config).unwrap();
+    for counter in 0..stored {
+        rig.check(counter, false, !dead.contains(&counter));
+    }
+}
+
+#[test]
+fn a_disk_whose_segments_are_gone_is_taken_out() {
+    let disk = SimDisk::new(0);
+    let mut rig = Rig::open(&disk, config()).unwrap();
+    rig.put(1, false).unwrap();
+    rig.store.probe();
+    assert_eq!(rig.store.failure(), None);
+    for name in disk.list().unwrap() {
+        disk.remove(&name).unwrap();
+    }
+    rig.store.probe();
+    assert!(rig.store.failure().is_some());
+    assert!(matches!(rig.put(2, false), Err(Error::Latched { .. })));
+}
+
+#[test]
+fn a_disk_that_refuses_to_make_files_is_not_a_full_one() {
+    let disk = SimDisk::new(0);
+    let mut rig = Rig::open(&disk, config()).unwrap();
+    // Read-only.
+    disk.fail(DiskOp::Name, 0, 30);
+    let refused = (0..100).find_map(|counter| rig.put(counter, false).err()).unwrap();
+    assert!(matches!(refused, Error::Io { .. }), "{refused}");
+    assert!(rig.store.failure().is_some());
+}
+
+#[test]
+fn the_cursor_of_the_scrub_survives() {
+    let disk = SimDisk::new(0);
+    let rig = Rig::open(&disk, config()).unwrap();
+    assert_eq!(rig.store.load_cursor(), super::Cursor::default());
+    let cursor = super::Cursor { after: Some((id(9), 2)), began_secs: 77 };
+    rig.store.store_cursor(&cursor).unwrap();
+    let rig = Rig::open(&disk.power_cut(5), config()).unwrap();
+    assert_eq!(rig.store.load_cursor(), cursor);
 }
 
 #[test]

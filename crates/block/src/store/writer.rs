@@ -113,7 +113,11 @@ impl Writer {
             }
             return;
         }
-        let known = self.shared.index.read().find(&key).map(|entry| entry.digest);
+        let known = {
+            let index = self.shared.index.read();
+            // A damaged piece gives way to its good copy.
+            index.find(&key).filter(|_| !index.is_bad(&key)).map(|entry| entry.digest)
+        };
         if let Some(other) = known {
             let same = other == digest;
             return done(if same { Ok(()) } else { Err(Error::Differs { block, piece, server }) });
@@ -146,6 +150,9 @@ impl Writer {
                     batch.puts.keys().any(|key| blocks.contains(&key.block()))
                 }
             }
+            Dead::Pieces(pieces) => {
+                pieces.iter().any(|(block, piece)| batch.puts.contains_key(&Key::new(*block, *piece)))
+            }
             Dead::Range(range, _) => batch.puts.keys().any(|key| range.contains(key.block())),
         };
         if clash && let Err(error) = self.commit(batch) {
@@ -155,6 +162,11 @@ impl Writer {
             let index = self.shared.index.read();
             match &dead {
                 Dead::Blocks(blocks) => blocks.iter().flat_map(|block| index.of_block(*block)).collect(),
+                Dead::Pieces(pieces) => pieces
+                    .iter()
+                    .map(|(block, piece)| Key::new(*block, *piece))
+                    .filter(|key| index.find(key).is_some())
+                    .collect(),
                 Dead::Range(range, keep) => {
                     index.of_range(*range).filter(|key| !keep.contains(&key.block())).collect()
                 }
@@ -287,7 +299,13 @@ impl Writer {
         let mut index = self.shared.index.write();
         for (record, _) in &batch.records {
             match &record.what {
-                What::Piece(piece) => index.put(piece.key, entry(segment, record.offset, piece)),
+                What::Piece(piece) => {
+                    index.put(piece.key, entry(segment, record.offset, piece));
+                    if !batch.moves && index.mark_good(&piece.key) {
+                        // The segment with the damaged one may be emptied now.
+                        self.look_again = true;
+                    }
+                }
                 What::Tombs(tombs) if batch.moves => {
                     tombs.iter().for_each(|tomb| index.set_tomb(tomb.key, segment));
                 }
@@ -362,8 +380,12 @@ impl Writer {
         let file = match made {
             Ok(file) => file,
             Err(error) => {
-                // Somebody else was faster to take the space; without a header the file is removed at the next start.
+                // Without a header the file is removed at the next start.
                 let _ = self.shared.disk.remove(&name);
+                if !is_full(&error) {
+                    return Err(self.shared.latch("make a segment", error));
+                }
+                // Somebody else was faster to take the space.
                 tracing::warn!(server = %config.server, %error, "no space for another segment");
                 return Ok(false);
             }
@@ -462,6 +484,11 @@ pub(super) fn entry(segment: u32, offset: u64, piece: &PieceHeader) -> Entry {
         digest: piece.digest(),
         chunks: piece.chunks.len() as u16,
     }
+}
+
+/// Whether this is the answer of a disk that is full and otherwise well.
+fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
 
 /// The file's name of a segment.

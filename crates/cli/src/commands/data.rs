@@ -9,12 +9,12 @@ use crate::roles::{self, DataOptions};
 
 /// Run a data server; it joins the cluster by starting
 ///
-///   torchfs data --dir /disk1/torchfs --listen 10.0.0.2:7080 --meta 10.0.0.1:7070 --secret-file secret
+///   torchfs data --dir /disk1/torchfs --dir /disk2/torchfs --zone rack7 --listen 10.0.0.2:7080 --meta 10.0.0.1:7070
 #[derive(clap::Args)]
 pub struct Args {
-    /// Folder for the blocks; made if it is missing
-    #[arg(long, value_name = "DIR")]
-    dir: PathBuf,
+    /// Folder for the blocks, once per disk; made if it is missing. A disk that fails is taken out alone
+    #[arg(long = "dir", required = true, value_name = "DIR")]
+    dirs: Vec<PathBuf>,
 
     /// Where to listen; port 0 takes a free one
     #[arg(long, env = "TORCHFS_LISTEN", default_value = "127.0.0.1:0", value_name = "HOST:PORT")]
@@ -51,12 +51,16 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     }
     let found = args.connect.find()?;
     roles::block_on(async move {
-        roles::make_dir(&args.dir)?;
+        for (n, dir) in args.dirs.iter().enumerate() {
+            if args.dirs[..n].contains(dir) {
+                anyhow::bail!("--dir {} is given twice; each disk has one folder", dir.display());
+            }
+        }
         let stop = roles::stop_signal()?;
         let pages = http::collect(args.metrics.as_deref()).await?;
         let cluster = roles::Cluster::remote(&found);
         let start = roles::DataStart {
-            dir: &args.dir,
+            dirs: &args.dirs,
             listen: &args.listen,
             advertise: args.advertise.as_deref(),
             zone: &args.zone,

@@ -83,7 +83,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             roles::make_dir(&dir)?;
             let listen = format!("{host}:0");
             let start = roles::DataStart {
-                dir: &dir,
+                dirs: &[dir],
                 listen: &listen,
                 advertise: None,
                 zone: "",

@@ -1,12 +1,7 @@
-//! A data server: its identity, the store in its folder, its listener, and its membership.
-//!
-//! The folder holds `server.toml` beside the segments: the number that the store drew for itself, and the cluster and
-//! server number it was given when it first joined. So a server is recognised under any address, and a disk of one cluster
-//! is never mixed into another.
+//! A data server: its identity, the stores in its folders, its listener, and its membership.
 
-use std::fs::{self, File};
-use std::io::Write;
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,12 +9,13 @@ use anyhow::{Context, bail};
 use clap::Args;
 use torchfs_block::server::{BlockServer, Config};
 use torchfs_block::store;
-use torchfs_client::{Member, MemberConfig, Tool, ToolConfig};
+use torchfs_client::{Member, MemberConfig, Reports, Tool, ToolConfig};
 use torchfs_proto::msg::meta::{Done, Heartbeat, Op};
-use torchfs_proto::{ClusterId, ServerId};
+use torchfs_proto::{ClusterId, LayoutId, ServerId};
 use torchfs_rpc::{Listener, Role, ServerHandle, serve};
 
 use super::Cluster;
+use super::identity::Identity;
 use crate::http::Health;
 use crate::settings;
 
@@ -33,12 +29,23 @@ pub struct DataOptions {
     /// Size of segment files
     #[arg(long, default_value = "256MiB", value_parser = settings::bytes, value_name = "SIZE", hide = true)]
     segment_size: u64,
+
+    /// Bytes per second and disk that are read in the background to find what rots; 0 turns it off
+    #[arg(long, default_value = "4MiB", value_parser = settings::bytes, value_name = "SIZE")]
+    scrub_rate: u64,
+
+    /// Look after each disk this often
+    #[arg(long, default_value = "2s", value_parser = settings::duration, value_name = "TIME", hide = true)]
+    watch_every: Duration,
 }
+
+/// How often the places of lost disks are looked at for new ones.
+const REPLACE_EVERY: Duration = Duration::from_secs(5);
 
 /// Where and as what a data server starts.
 pub struct DataStart<'a> {
-    /// Its folder.
-    pub dir: &'a Path,
+    /// Its folders, one per disk.
+    pub dirs: &'a [PathBuf],
     /// Where it listens.
     pub listen: &'a str,
     /// Where others reach it, if that is another address.
@@ -54,6 +61,8 @@ pub struct Data {
     server: Arc<BlockServer>,
     member: Member,
     listener: ServerHandle,
+    /// Looks for disks that were put in the place of lost ones.
+    replacing: tokio::task::JoinHandle<()>,
     addr: String,
 }
 
@@ -72,10 +81,10 @@ impl Data {
         };
         let listener = Listener::bind(start.listen, rpc).await?;
         let addr = start.advertise.map_or_else(|| listener.local_addr().to_string(), str::to_string);
-        let mut identity = Identity::load(start.dir)?;
+        let mut identity = Identity::load(start.dirs)?;
+        // Who dies between the join and what follows must not come back as somebody else.
+        identity.store()?;
         if identity.cluster == 0 {
-            // Who dies between the join and the next line must not come back as somebody else.
-            identity.store(start.dir)?;
             // The first start: the cluster gives a number before there is anything to serve.
             let tool = Tool::new(&cluster.meta, cluster.connector(Role::Data), ToolConfig::default());
             let beat = Heartbeat {
@@ -90,46 +99,47 @@ impl Data {
                 }
                 other => bail!("the metadata service answered a join with {other:?}"),
             }
-            identity.store(start.dir)?;
         }
+        identity.store()?;
+        let disks = start.dirs.len().max(1) as u64;
         let config = Config {
-            dir: start.dir.to_path_buf(),
+            dirs: identity.usable(),
+            lost: identity.lost(),
             store: store::Config {
                 cluster: ClusterId(identity.cluster),
                 server: ServerId(identity.server),
                 segment_bytes: options.segment_size,
-                capacity: options.capacity,
+                capacity: options.capacity.map(|bytes| bytes / disks),
+                sharers: sharers(start.dirs),
                 ..store::Config::default()
             },
+            scrub_rate: options.scrub_rate,
+            watch_every: options.watch_every,
             ..Config::default()
         };
+        let connector = cluster.connector(Role::Data);
         // Opening reads the headers of all pieces.
-        let server = tokio::task::spawn_blocking(move || BlockServer::open(config)).await??;
+        let server = {
+            let connector = connector.clone();
+            tokio::task::spawn_blocking(move || BlockServer::open(config, Some(connector))).await??
+        };
         cluster.add(&addr, server.clone());
         let listener = serve(listener, server.clone());
-        let figures = {
-            let (server, addr, zone) = (server.clone(), addr.clone(), start.zone.to_string());
-            Arc::new(move || {
-                let stat = server.stat().unwrap_or_default();
-                Heartbeat {
-                    server: ServerId(identity.server),
-                    store: identity.store,
-                    cluster: ClusterId(identity.cluster),
-                    addr: addr.clone(),
-                    total: stat.total,
-                    free: stat.free,
-                    used: stat.used,
-                    pieces: stat.pieces,
-                    zone: zone.clone(),
-                    leaving: false,
-                    ..Heartbeat::default()
-                }
-            })
-        };
+        let reports = Arc::new(Reporter {
+            server: server.clone(),
+            who: Heartbeat {
+                server: ServerId(identity.server),
+                store: identity.store,
+                cluster: ClusterId(identity.cluster),
+                addr: addr.clone(),
+                zone: start.zone.to_string(),
+                ..Heartbeat::default()
+            },
+        });
         let runtime = tokio::runtime::Handle::current();
-        let connector = cluster.connector(Role::Data);
-        let member = Member::start(&cluster.meta, &*connector, MemberConfig::default(), &runtime, figures);
-        Ok(Data { server, member, listener, addr })
+        let member = Member::start(&cluster.meta, &*connector, MemberConfig::default(), &runtime, reports);
+        let replacing = tokio::spawn(replace_lost(server.clone(), identity));
+        Ok(Data { server, member, listener, replacing, addr })
     }
 
     /// Where others reach it.
@@ -137,7 +147,7 @@ impl Data {
         &self.addr
     }
 
-    /// Well while its disk answers.
+    /// Well while a disk of it works.
     pub fn health(&self) -> Health {
         let server = Arc::downgrade(&self.server);
         Arc::new(move || {
@@ -151,6 +161,9 @@ impl Data {
         // Without an answer the service finds out by itself that this server is silent.
         let _ = tokio::time::timeout(Duration::from_secs(2), self.member.leave()).await;
         self.listener.shutdown().await;
+        self.replacing.abort();
+        // It ends within a step, or has: an error says that it was aborted.
+        let _ = self.replacing.await;
         drop(self.member);
         let server = self.server;
         // Waits for the writer's thread.
@@ -158,52 +171,61 @@ impl Data {
     }
 }
 
-/// What `server.toml` says.
-#[derive(Clone, Copy, Debug)]
-struct Identity {
-    store: u64,
-    cluster: u64,
-    server: u32,
+/// Tells the metadata service about the server, and the server what the service knows.
+struct Reporter {
+    server: Arc<BlockServer>,
+    who: Heartbeat,
 }
 
-impl Identity {
-    fn load(dir: &Path) -> anyhow::Result<Identity> {
-        let path = dir.join("server.toml");
-        let text = match fs::read_to_string(&path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                return Ok(Identity { store: rand::random::<u64>() >> 1, cluster: 0, server: 0 });
-            }
-            Err(error) => return Err(error).with_context(|| format!("cannot read {}", path.display())),
-        };
-        let table: toml::Table = text.parse().with_context(|| {
-            format!("{} is damaged; put back a copy, or start with an empty --dir", path.display())
-        })?;
-        let hex = |key: &str| {
-            let text = table.get(key).and_then(|v| v.as_str()).unwrap_or_default();
-            u64::from_str_radix(text, 16).with_context(|| format!("{} has no `{key}`", path.display()))
-        };
-        let server =
-            table.get("server").and_then(toml::Value::as_integer).and_then(|n| u32::try_from(n).ok());
-        let server = server.with_context(|| format!("{} has no `server`", path.display()))?;
-        Ok(Identity { store: hex("store")?, cluster: hex("cluster")?, server })
+impl Reports for Reporter {
+    fn figures(&self) -> Heartbeat {
+        let mut beat = self.who.clone();
+        self.server.report(&mut beat);
+        beat
     }
 
-    /// Durable before the first piece is.
-    fn store(&self, dir: &Path) -> anyhow::Result<()> {
-        let text = format!(
-            "# Who this data server is; made by torchfs data.\nversion = 1\nstore = \"{:x}\"\ncluster = \"{:x}\"\n\
-             server = {}\n",
-            self.store, self.cluster, self.server
-        );
-        let (path, fresh) = (dir.join("server.toml"), dir.join("server.toml.new"));
-        let write = || -> std::io::Result<()> {
-            let mut file = File::create(&fresh)?;
-            file.write_all(text.as_bytes())?;
-            file.sync_all()?;
-            fs::rename(&fresh, &path)?;
-            File::open(dir)?.sync_all()
-        };
-        write().with_context(|| format!("cannot write {}", path.display()))
+    fn heard(&self, report: &Heartbeat, placement: u64, groups: Vec<(LayoutId, Vec<u32>)>) {
+        self.server.heard(report, placement, groups);
     }
+}
+
+/// Takes empty disks into use that were put in the place of lost ones, while the server runs.
+async fn replace_lost(server: Arc<BlockServer>, mut identity: Identity) {
+    loop {
+        tokio::time::sleep(REPLACE_EVERY).await;
+        let lost: Vec<String> = server.disks().into_iter().filter(|d| d.failed).map(|d| d.path).collect();
+        if lost.is_empty() {
+            continue;
+        }
+        let (on, mut known) = (server.clone(), identity.clone());
+        let looked = tokio::task::spawn_blocking(move || {
+            for path in lost {
+                let replaced = match known.replace(&path) {
+                    Ok(Some(name)) => on.add(name).map_err(anyhow::Error::from),
+                    Ok(None) => continue,
+                    Err(error) => Err(error),
+                };
+                match replaced {
+                    Ok(()) => tracing::info!(path, "a new disk takes the place of a lost one"),
+                    Err(error) => tracing::warn!(path, "cannot use a new disk: {error:#}"),
+                }
+            }
+            known
+        });
+        match looked.await {
+            Ok(known) => identity = known,
+            // A panic, which is in the log already.
+            Err(_) => return,
+        }
+    }
+}
+
+/// How many of the folders share a file system, where any do.
+fn sharers(dirs: &[PathBuf]) -> u64 {
+    let of: Vec<u64> = dirs.iter().filter_map(|dir| Some(std::fs::metadata(dir).ok()?.dev())).collect();
+    let most = of.iter().map(|dev| of.iter().filter(|other| *other == dev).count()).max().unwrap_or(1);
+    if most > 1 {
+        tracing::warn!("{most} folders are on one file system; give each disk one folder");
+    }
+    most.max(1) as u64
 }

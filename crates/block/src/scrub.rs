@@ -1,0 +1,182 @@
+//! Looks after the disks: each has a thread that sees whether it still answers, and reads all of it over and over at a gentle
+//! rate to find what rots.
+//!
+//! What is damaged is marked by the store, kept, not served, and reported to the metadata service with the next
+//! heartbeat; repair then pulls a good copy, which takes its place.
+//!
+//! # Invariants
+//! - The scrub waits while clients wait for the disk, but never for longer than a second per piece.
+//! - A disk that does not answer holds up its own thread only.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::disks::{DataDisk, Disks};
+use crate::server::Config;
+use crate::store::Cursor;
+use crate::{Error, Result, metrics as names};
+
+/// The cursor is stored this often.
+const STORE_EVERY: Duration = Duration::from_secs(60);
+/// Pieces that are listed at a time.
+const LIST: usize = 256;
+/// How long a piece waits for clients at most, and how often it looks.
+const GIVE_WAY: Duration = Duration::from_secs(1);
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
+/// The threads.
+pub(crate) struct Watch {
+    shared: Arc<Shared>,
+    threads: Mutex<Vec<(u64, JoinHandle<()>)>>,
+}
+
+struct Shared {
+    config: Config,
+    stopping: Mutex<bool>,
+    stop: Condvar,
+}
+
+impl Watch {
+    /// Starts one thread for each disk.
+    pub fn start(disks: &Disks, config: &Config) -> Result<Watch> {
+        let shared = Shared { config: config.clone(), stopping: Mutex::new(false), stop: Condvar::new() };
+        let watch = Watch { shared: Arc::new(shared), threads: Mutex::default() };
+        watch.look_for_disks(disks)?;
+        Ok(watch)
+    }
+
+    /// Starts a thread for each disk that has none.
+    pub fn look_for_disks(&self, disks: &Disks) -> Result<()> {
+        let server = self.shared.config.store.server;
+        let mut threads = self.threads.lock();
+        for disk in disks.all().iter() {
+            if threads.iter().any(|(id, _)| *id == disk.name.id) {
+                continue;
+            }
+            let (shared, watched) = (self.shared.clone(), disk.clone());
+            let thread = std::thread::Builder::new()
+                .name(format!("block-watch-{server}"))
+                .spawn(move || shared.watch(&watched))
+                .map_err(|e| Error::Io { server, what: "start a disk's watch", why: e.to_string() })?;
+            threads.push((disk.name.id, thread));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        *self.shared.stopping.lock() = true;
+        self.shared.stop.notify_all();
+        for (_, thread) in self.threads.lock().drain(..) {
+            if thread.join().is_err() {
+                tracing::error!(server = %self.shared.config.store.server, "a disk's watch panicked");
+            }
+        }
+    }
+}
+
+impl Shared {
+    /// Until the server stops or the disk fails.
+    fn watch(&self, disk: &DataDisk) {
+        let mut scrub = Scrub::new(disk, &self.config);
+        let mut probed = Instant::now();
+        let tick = self.config.watch_every.min(Duration::from_secs(1));
+        while disk.works() && !self.wait(tick) {
+            if probed.elapsed() >= self.config.watch_every {
+                probed = Instant::now();
+                disk.store.probe();
+            }
+            if let Err(error) = disk.refresh() {
+                tracing::debug!(disk = disk.name.path, %error, "a disk has no figures");
+            }
+            scrub.go_on(tick, || self.wait(LOOK_AGAIN));
+        }
+        scrub.keep_cursor();
+    }
+
+    /// Waits so long; whether the server stops.
+    fn wait(&self, time: Duration) -> bool {
+        let mut stopping = self.stopping.lock();
+        if !*stopping {
+            self.stop.wait_for(&mut stopping, time);
+        }
+        *stopping
+    }
+}
+
+/// The scrub of one disk.
+struct Scrub<'a> {
+    disk: &'a DataDisk,
+    rate: u64,
+    every: Duration,
+    cursor: Cursor,
+    stored: Instant,
+    /// Bytes that may be read now; less than nothing after a large piece.
+    budget: i64,
+}
+
+impl<'a> Scrub<'a> {
+    fn new(disk: &'a DataDisk, config: &Config) -> Scrub<'a> {
+        let cursor = disk.store.load_cursor();
+        let (rate, every) = (config.scrub_rate, config.scrub_every);
+        Scrub { disk, rate, every, cursor, stored: Instant::now(), budget: 0 }
+    }
+
+    /// Reads what the time that has passed allows.
+    fn go_on(&mut self, passed: Duration, wait: impl Fn() -> bool) {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let resting = self.cursor.after.is_none() && now < self.cursor.began_secs + self.every.as_secs();
+        if self.rate == 0 || (resting && self.cursor.began_secs > 0) {
+            return;
+        }
+        let more = i64::try_from(u128::from(self.rate) * passed.as_millis() / 1000).unwrap_or(i64::MAX);
+        self.budget = self.budget.saturating_add(more).min(more);
+        if self.cursor.after.is_none() {
+            self.cursor.began_secs = now;
+        }
+        while self.budget > 0 {
+            let pieces = self.disk.store.list(self.cursor.after, LIST);
+            if pieces.is_empty() {
+                self.cursor.after = None;
+                self.keep_cursor();
+                return;
+            }
+            for piece in pieces {
+                if self.budget <= 0 || !self.disk.works() {
+                    break;
+                }
+                let came = Instant::now();
+                while self.disk.reads.waiting() > 0 && came.elapsed() < GIVE_WAY {
+                    if wait() {
+                        return;
+                    }
+                }
+                // What is wrong is marked and logged by the store.
+                let _ = self.disk.store.verify(piece.block, piece.piece);
+                self.cursor.after = Some((piece.block, piece.piece));
+                self.budget -= i64::from(piece.stored) + 4096;
+                metrics::counter!(names::SCRUBBED_BYTES).increment(u64::from(piece.stored));
+            }
+            if !self.disk.works() {
+                return;
+            }
+        }
+        if self.stored.elapsed() >= STORE_EVERY {
+            self.keep_cursor();
+        }
+    }
+
+    fn keep_cursor(&mut self) {
+        self.stored = Instant::now();
+        if self.disk.works()
+            && self.cursor != self.disk.store.load_cursor()
+            && let Err(error) = self.disk.store.store_cursor(&self.cursor)
+        {
+            tracing::warn!(disk = self.disk.name.path, %error, "cannot remember how far the scrub has come");
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! A data server with several disks: one of them fails alone, an empty one takes its place.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use torchfs_tests::powercut::Disk;
+use torchfs_tests::{Cluster, Options, Rng, Sandbox, eventually};
+
+/// How many servers count as up.
+fn living(cluster: &Cluster) -> usize {
+    let status = cluster.status();
+    let servers = status["servers"].as_array().expect("a list of servers");
+    servers.iter().filter(|server| server["up"] == true).count()
+}
+
+/// How many segments a folder has.
+fn segments(folder: &Path) -> usize {
+    let names = fs::read_dir(folder).into_iter().flatten().flatten();
+    names.filter(|entry| entry.file_name().to_string_lossy().starts_with("segment-")).count()
+}
+
+#[test]
+fn a_disk_fails_alone_and_an_empty_one_takes_its_place() {
+    let sandbox = Sandbox::new();
+    let mut disks = [Disk::new(&sandbox, "disk-a", 512), Disk::new(&sandbox, "disk-b", 512)];
+    let cluster = Cluster::inside(
+        &sandbox,
+        Options { servers: 1, redundancy: Some("replicas:2".into()), ..Options::default() },
+    );
+    let mut two = cluster.client().process("data-two-disks", "data");
+    for disk in &disks {
+        two.args(["--dir".as_ref(), disk.path().as_os_str()]);
+    }
+    two.args(["--watch-every", "200ms", "--zone", "rack7"]).start();
+    eventually("both servers", || match living(&cluster) {
+        2 => Ok(()),
+        n => Err(format!("{n} servers\n{}", two.log())),
+    });
+
+    let mount = cluster.mount();
+    let content = |n: u64| Rng::new(900 + n).bytes(300_000 + 1000 * n as usize);
+    let write = |range: std::ops::Range<u64>| {
+        for n in range {
+            fs::write(mount.at(&format!("f{n}")), content(n)).unwrap_or_else(|e| panic!("f{n}: {e}"));
+        }
+    };
+    write(0..30);
+    for disk in &disks {
+        assert!(segments(disk.path()) > 0 && disk.path().join("server.toml").exists());
+    }
+
+    // The disk is gone while the server runs: nobody notices but the log.
+    disks[1].cut();
+    write(30..60);
+    eventually("the failed disk to be named", || {
+        let log = two.log();
+        let named = log.contains("takes no changes any more") && log.contains("disk-b");
+        if named { Ok(()) } else { Err(log) }
+    });
+    write(60..90);
+    assert!(two.running(), "{}", two.log());
+    let fresh = cluster.mount();
+    for n in 0..90 {
+        assert!(fs::read(fresh.at(&format!("f{n}"))).unwrap() == content(n), "f{n}");
+    }
+
+    // An empty disk in its place joins without a restart.
+    disks[1].replace();
+    eventually("the new disk to be used", || {
+        if disks[1].path().join("server.toml").exists() && segments(disks[1].path()) > 0 {
+            Ok(())
+        } else {
+            Err(two.log())
+        }
+    });
+    write(90..120);
+    eventually("both servers", || if living(&cluster) == 2 { Ok(()) } else { Err(two.log()) });
+
+    // And the two are recognised together at the next start.
+    two.kill();
+    two.start();
+    eventually("both servers", || if living(&cluster) == 2 { Ok(()) } else { Err(two.log()) });
+    let fresh = cluster.mount();
+    for n in 0..120 {
+        assert!(fs::read(fresh.at(&format!("f{n}"))).unwrap() == content(n), "f{n}");
+    }
+}
+
+#[test]
+fn folders_of_two_servers_are_refused_with_a_sentence() {
+    let cluster = Cluster::with(Options { servers: 2, ..Options::default() });
+    let mut both: Command = cluster.client().command();
+    both.arg("data");
+    for n in 0..2 {
+        both.arg("--dir").arg(cluster.data_dir(n));
+    }
+    let ran = torchfs_tests::shell::run(&mut both);
+    assert_ne!(ran.code, Some(0));
+    assert!(ran.err.contains("belongs to data server"), "{}", ran.err);
+    let mut twice = cluster.client().command();
+    twice.args(["data", "--dir", "/tmp/x", "--dir", "/tmp/x"]);
+    let ran = torchfs_tests::shell::run(&mut twice);
+    assert!(ran.err.contains("given twice"), "{}", ran.err);
+}
