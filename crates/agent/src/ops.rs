@@ -156,9 +156,9 @@ impl Handler for Ops {
             }
             Op::Setxattr { name, value, flags } => {
                 let (name, value) = (Bytes::copy_from_slice(name), Bytes::copy_from_slice(value));
-                self.answer(
-                    async move { vfs.setxattr(ino, &name, &value, flags).await.map(|()| Reply::done()) },
-                )
+                self.answer(async move {
+                    vfs.setxattr(caller, ino, &name, &value, flags).await.map(|()| Reply::done())
+                })
             }
             Op::Getxattr { name, size } => {
                 let name = Bytes::copy_from_slice(name);
@@ -174,7 +174,7 @@ impl Handler for Ops {
             }),
             Op::Removexattr { name } => {
                 let name = Bytes::copy_from_slice(name);
-                self.answer(async move { vfs.removexattr(ino, &name).await.map(|()| Reply::done()) })
+                self.answer(async move { vfs.removexattr(caller, ino, &name).await.map(|()| Reply::done()) })
             }
             Op::Getlk(lock) => self.answer(async move {
                 let asked = to_lock(&lock, header.pid).ok_or(Code::Invalid)?;

@@ -204,13 +204,13 @@ impl Vfs {
         node.turn.lock().await
     }
 
-    /// Puts one block under a fresh id.
-    pub(crate) async fn put_block(&self, parts: Vec<Bytes>) -> Result<NewBlock> {
+    /// Puts one block of a file under a fresh id, as the file's policy and the volume's say now.
+    pub(crate) async fn put_block(&self, node: &Inode, parts: Vec<Bytes>) -> Result<NewBlock> {
         let _slot = self.0.puts.take().await;
-        let info = self.0.meta.info();
+        let (layout, compression) = (self.layout_of(node), self.0.meta.info().volume.compression);
         let id = self.0.meta.block_id().await?;
         let began = Instant::now();
-        let block = self.0.blocks.put(id, info.volume.layout, parts, info.volume.compression).await?;
+        let block = self.0.blocks.put(id, layout, parts, compression).await?;
         ::metrics::histogram!(metrics::PUT_SECONDS).record(began.elapsed());
         Ok(block)
     }
@@ -218,7 +218,7 @@ impl Vfs {
     pub(crate) fn spawn_put(&self, node: &Arc<Inode>, job: PutJob) {
         let (vfs, node) = (self.clone(), node.clone());
         self.0.meta.spawn(async move {
-            let result = vfs.put_block(job.parts).await;
+            let result = vfs.put_block(&node, job.parts).await;
             *job.put.result.lock() = Some(result);
             node.progress.notify();
         });

@@ -72,7 +72,7 @@ impl Vfs {
         Ok(())
     }
 
-    fn may_compact(&self, node: &Inode) -> bool {
+    pub(crate) fn may_compact(&self, node: &Inode) -> bool {
         let state = node.lock();
         !state.is_dirty()
             && !state.gone
@@ -81,7 +81,7 @@ impl Vfs {
     }
 
     /// Brings the bytes of several extents into one block.
-    async fn merge(&self, node: &Arc<Inode>, group: Vec<Extent>) -> Result<()> {
+    pub(crate) async fn merge(&self, node: &Arc<Inode>, group: Vec<Extent>) -> Result<()> {
         let asked = self.asked();
         let runs = runs(&group);
         let mut parts = Vec::new();
@@ -92,7 +92,7 @@ impl Vfs {
             }
             parts.extend(read);
         }
-        let block = self.put_block(parts).await?;
+        let block = self.put_block(node, parts).await?;
         let mut at = 0;
         let mut ranges = Vec::with_capacity(runs.len());
         for run in runs {

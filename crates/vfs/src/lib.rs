@@ -31,6 +31,7 @@ mod names;
 mod node;
 mod open;
 mod overlay;
+mod policy;
 mod range;
 mod read;
 mod recall;

@@ -186,7 +186,7 @@ impl Vfs {
                 let source = if part.len() <= INLINE_MAX {
                     Source::Inline(part.to_vec().into())
                 } else {
-                    let block = vfs.put_block(vec![part]).await?;
+                    let block = vfs.put_block(&node, vec![part]).await?;
                     let source = source_of(&block, 0);
                     blocks.push(block);
                     source

@@ -11,7 +11,8 @@ use torchfs_proto::attr::{NAME_MAX, Raw, XATTR_MAX, flags};
 use torchfs_proto::msg::meta::{Done, Op, lease};
 use torchfs_proto::{Code, Fault, Ino, Result};
 
-use crate::{Vfs, unexpected};
+use crate::policy::is_policy;
+use crate::{Caller, Vfs, unexpected};
 
 const ACL_PREFIX: &[u8] = b"system.posix_acl_";
 
@@ -19,6 +20,9 @@ impl Vfs {
     /// One extended attribute.
     pub async fn getxattr(&self, ino: Ino, name: &[u8]) -> Result<Bytes> {
         check(name)?;
+        if is_policy(name) {
+            return self.policy(ino, name).await;
+        }
         let all = self.xattrs(ino).await?;
         match all.iter().find(|(have, _)| have[..] == *name) {
             Some((_, value)) => Ok(Bytes::copy_from_slice(value)),
@@ -33,8 +37,18 @@ impl Vfs {
     }
 
     /// Sets an extended attribute; XATTR_CREATE 1, XATTR_REPLACE 2.
-    pub async fn setxattr(&self, ino: Ino, name: &[u8], value: &[u8], flags: u32) -> Result<()> {
+    pub async fn setxattr(
+        &self,
+        caller: Caller,
+        ino: Ino,
+        name: &[u8],
+        value: &[u8],
+        flags: u32,
+    ) -> Result<()> {
         check(name)?;
+        if is_policy(name) {
+            return self.set_policy(caller, ino, name, value).await;
+        }
         if value.len() > XATTR_MAX {
             return Err(Fault::new(
                 Code::NoSpace,
@@ -46,8 +60,11 @@ impl Vfs {
     }
 
     /// Removes an extended attribute.
-    pub async fn removexattr(&self, ino: Ino, name: &[u8]) -> Result<()> {
+    pub async fn removexattr(&self, caller: Caller, ino: Ino, name: &[u8]) -> Result<()> {
         check(name)?;
+        if is_policy(name) {
+            return self.set_policy(caller, ino, name, b"").await;
+        }
         self.change_xattrs(ino, Op::RemoveXattr { ino, name: name.to_vec().into() }).await
     }
 

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // a failed unwrap is a failed test
 
 mod cli;
+mod coded;
 mod crash;
 mod disks;
 mod dump;

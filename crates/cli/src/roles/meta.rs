@@ -27,7 +27,7 @@ use crate::settings;
 /// Flags of the metadata service.
 #[derive(Args, Clone, Debug)]
 pub struct MetaOptions {
-    /// Copies of new data, as replicas:N [default: replicas:2, or replicas:1 with one server and in `up`]
+    /// Redundancy of new data, as replicas:N or ec:K+M [default: replicas:2, or replicas:1 with one server and in `up`]
     #[arg(long, value_parser = redundancy, value_name = "SCHEME")]
     pub redundancy: Option<Scheme>,
 
@@ -53,13 +53,9 @@ pub struct MetaOptions {
     session_term_ms: u32,
 }
 
-/// `replicas:2`.
+/// `replicas:2`, `ec:4+2`.
 fn redundancy(text: &str) -> Result<Scheme, String> {
-    let copies =
-        text.strip_prefix("replicas:").and_then(|n| n.parse::<u8>().ok()).filter(|n| (1..=8).contains(n));
-    copies
-        .map(Scheme::Replicas)
-        .ok_or_else(|| format!("`{text}` is no redundancy; write replicas:1 to replicas:8"))
+    text.parse().map_err(|fault: torchfs_proto::Fault| fault.to_string())
 }
 
 /// A running metadata service: it serves, or it follows whoever does.

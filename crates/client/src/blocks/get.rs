@@ -193,7 +193,8 @@ impl Blocks {
             if !fault.what.starts_with("data server") {
                 fault = server.named(fault);
             }
-            if !fault.code.retry() {
+            // At other places than the likeliest nobody wonders.
+            if !fault.code.retry() && (first || fault.code != Code::Gone) {
                 tracing::warn!(block = %block.id, piece, server = %server.id, "a piece cannot be read: {fault}");
             }
             Miss { piece, server: Some(server.id), first, fault }

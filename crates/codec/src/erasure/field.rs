@@ -21,7 +21,7 @@ use super::Code;
 /// second.
 pub(super) const LANE: usize = 64;
 /// So many groups are summed up at a time, to stay in the nearest cache.
-const STRIP: usize = 256;
+const STRIP: usize = 64;
 /// Codes whose factors are remembered.
 const CODES_MAX: usize = 64;
 
