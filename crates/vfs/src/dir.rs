@@ -4,9 +4,14 @@
 //! restarts; `.` and `..` are the caller's to add. A folder that was listed from end to end while its names were leased and
 //! nothing in it changed is complete: names it does not know are absent.
 
+use std::future::Future;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::FutureExt;
+use futures_util::future::{BoxFuture, Shared};
+use torchfs_proto::attr::Attr;
 use torchfs_proto::msg::meta::{DirEntry, Done, ENTRIES_MAX, Op};
 use torchfs_proto::{Ino, Result};
 
@@ -24,6 +29,20 @@ pub(crate) struct Listing {
     plus: bool,
     end: bool,
     whole: Option<Whole>,
+    /// What the page names: kept here until the kernel had its chance to refer to it.
+    _nodes: Vec<Arc<Inode>>,
+    /// The page after this one, asked for when half of this one was taken.
+    ahead: Option<Ahead>,
+}
+
+/// An answer on its way, with what was noted before it was asked for.
+type Asking = Shared<BoxFuture<'static, (Asked, u64, Result<Done>)>>;
+
+/// A page asked for before it is wanted.
+struct Ahead {
+    after: u64,
+    plus: bool,
+    asking: Asking,
 }
 
 /// A listing from the start under a lease, so far without a gap.
@@ -66,11 +85,16 @@ impl Vfs {
         if !self.has_page(&handle, cookie, plus) {
             self.fetch_page(&handle, cookie, plus).await?;
         }
-        let entries: Vec<DirEntry> = {
+        let (entries, next): (Vec<DirEntry>, _) = {
             let listing = handle.listing.lock();
             let rest = listing.rest(cookie).unwrap_or_default();
-            rest.iter().take(want.max(1)).cloned().collect()
+            let entries = rest.iter().take(want.max(1)).cloned().collect();
+            let wanted = !listing.end && listing.ahead.is_none() && rest.len() <= listing.entries.len() / 2;
+            (entries, rest.last().filter(|_| wanted).map(|last| last.cookie))
         };
+        if let Some(after) = next {
+            self.ask_ahead(&handle, after, plus);
+        }
         Ok(entries.into_iter().map(|entry| self.item(&handle.node, entry, plus)).collect())
     }
 
@@ -109,8 +133,13 @@ impl Vfs {
 
     async fn fetch_page(&self, handle: &Handle, after: u64, plus: bool) -> Result<()> {
         let (node, ino) = (&handle.node, handle.node.ino);
-        let changes = node.lock().changes;
-        let asked = self.asked();
+        let ahead = handle.listing.lock().ahead.take_if(|ahead| ahead.after == after && ahead.plus == plus);
+        let (asked, changes, done) = match ahead {
+            Some(ahead) if after > 0 => ahead.asking.await,
+            _ => self.ask_page(node.clone(), after, plus).await,
+        };
+        let done = done?;
+        let Done::Entries { entries, end } = done else { return Err(unexpected("readdir", &done)) };
         let before = {
             let listing = handle.listing.lock();
             match after {
@@ -118,9 +147,6 @@ impl Vfs {
                 _ => listing.whole.filter(|_| listing.rest(after).is_some_and(<[_]>::is_empty)),
             }
         };
-        let op = Op::ReadDir { ino, cookie: after, limit: ENTRIES_MAX as u32, plus };
-        let done = self.0.meta.ask(op).await?;
-        let Done::Entries { entries, end } = done else { return Err(unexpected("readdir", &done)) };
 
         // An entry is kept if nothing can have changed since this page was asked for; the whole, since the first page.
         let kept = self.keep_page(node, &entries, asked, changes);
@@ -134,13 +160,40 @@ impl Vfs {
             names.complete |= names.map.values().flatten().count() == whole.listed;
         }
         self.bound_entries();
-        for attr in entries.iter().filter_map(|entry| entry.attr.clone()) {
+        let learn = |attr: Attr| {
             let child = self.node(attr.ino);
             self.learned(&child, attr, asked);
-        }
-        let mut listing = handle.listing.lock();
-        *listing = Listing { entries, after, plus, end, whole };
+            child
+        };
+        let nodes = entries.iter().filter_map(|entry| entry.attr.clone()).map(learn).collect();
+        *handle.listing.lock() = Listing { entries, after, plus, end, whole, _nodes: nodes, ahead: None };
         Ok(())
+    }
+
+    /// Asks for a page; notes first what may overtake the answer.
+    fn ask_page(
+        &self,
+        node: Arc<Inode>,
+        after: u64,
+        plus: bool,
+    ) -> impl Future<Output = (Asked, u64, Result<Done>)> + Send + use<> {
+        let vfs = self.clone();
+        async move {
+            let changes = node.lock().changes;
+            let asked = vfs.asked();
+            let op = Op::ReadDir { ino: node.ino, cookie: after, limit: ENTRIES_MAX as u32, plus };
+            (asked, changes, vfs.0.meta.ask(op).await)
+        }
+    }
+
+    /// Asks for the page that will be wanted next, while the kernel works on this one.
+    fn ask_ahead(&self, handle: &Handle, after: u64, plus: bool) {
+        let asking: Asking = self.ask_page(handle.node.clone(), after, plus).boxed().shared();
+        handle.listing.lock().ahead = Some(Ahead { after, plus, asking: asking.clone() });
+        self.0.meta.spawn(async move {
+            // Whoever comes for the page hears what came of it.
+            let _ = asking.await;
+        });
     }
 
     /// Notes the entries of a page in the folder.

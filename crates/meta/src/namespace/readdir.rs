@@ -1,9 +1,10 @@
 //! readdir: the entries of a folder in the order of their cookies.
 
+use std::collections::HashMap;
 use std::ops::ControlFlow;
 
 use torchfs_proto::msg::meta::{DirEntry, Done, ENTRIES_MAX, lease};
-use torchfs_proto::record::Cookie;
+use torchfs_proto::record::{Cookie, Inode};
 use torchfs_proto::{Code, Fault, Ino, Result, key};
 
 use super::{Decision, folder};
@@ -30,14 +31,18 @@ pub fn readdir(view: &View<'_>, ino: Ino, cookie: u64, limit: u32, plus: bool) -
     }
     let mut decision = Decision::new(Done::Ok).read(ino).want(ino, lease::NAMES);
     if plus {
+        let near = neighbours(view, &entries)?;
         for entry in &mut entries {
-            let child = view.find_inode(entry.ino)?.ok_or_else(|| {
-                Fault::new(
-                    Code::Corrupt,
-                    format!("an entry of folder {ino} names inode {}, which is not there", entry.ino),
-                )
-                .next("run `torchfs fsck`")
-            })?;
+            let child = match near.get(&entry.ino) {
+                Some(child) => child.clone(),
+                None => view.find_inode(entry.ino)?.ok_or_else(|| {
+                    Fault::new(
+                        Code::Corrupt,
+                        format!("an entry of folder {ino} names inode {}, which is not there", entry.ino),
+                    )
+                    .next("run `torchfs fsck`")
+                })?,
+            };
             entry.attr = Some(child.attr(entry.ino));
             decision.reads.push(entry.ino);
             decision.wants.push((entry.ino, lease::ATTR));
@@ -45,4 +50,23 @@ pub fn readdir(view: &View<'_>, ino: Ino, cookie: u64, limit: u32, plus: bool) -
     }
     decision.done = Done::Entries { entries, end };
     Ok(decision)
+}
+
+/// The inodes behind entries if they lie close together, as those of files made one after the other do: one scan finds
+/// them for a fraction of what looking up each would cost.
+fn neighbours(view: &View<'_>, entries: &[DirEntry]) -> Result<HashMap<Ino, Inode>> {
+    let inos = || entries.iter().map(|entry| entry.ino);
+    let (Some(first), Some(last)) = (inos().min(), inos().max()) else { return Ok(HashMap::new()) };
+    if last.0 - first.0 > 2 * entries.len() as u64 {
+        return Ok(HashMap::new());
+    }
+    let mut found = HashMap::with_capacity(entries.len());
+    let (from, to) = (key::inode(view.volume, first), key::after(&key::inode(view.volume, last)));
+    view.scan(&from, &to, false, &mut |key, inode: Inode| {
+        if let Some(ino) = key::Parts::of(key).and_then(|parts| parts.u64_at(0)) {
+            found.insert(Ino(ino), inode);
+        }
+        ControlFlow::Continue(())
+    })?;
+    Ok(found)
 }
