@@ -94,9 +94,9 @@ def main():
         targets.append(Cluster(home, arguments))
         targets += [Folder(name, pathlib.Path(at) / f"torchfs-bench.{os.getpid()}") for name, at in arguments.peer]
         report = {"conditions": conditions(arguments, home), "lines": measure(targets, arguments)}
-        if not arguments.only or "lookup" in arguments.only:
+        if chosen("lookups", arguments.only):
             report["lookups"] = lookups(targets[1], arguments)
-        if not arguments.only or "metadata" in arguments.only:
+        if chosen("metadata", arguments.only):
             report["metadata"] = metadata_per_file(targets[1], arguments)
         if not arguments.json:
             show(report, [t.name for t in targets])
@@ -115,7 +115,7 @@ def parse():
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=DIR", help="another mount for the same run")
     parser.add_argument("--rounds", type=int, default=3, help="at least 3 for a result worth keeping")
     parser.add_argument("--quick", action="store_true", help="a tenth of the work")
-    parser.add_argument("--only", metavar="WORD", help="only the lines whose name contains WORD, and what they need")
+    parser.add_argument("--only", metavar="WORD[,…]", help="only the lines whose name contains a WORD, and what they need")
     parser.add_argument("--servers", type=int, default=3)
     parser.add_argument("--apart", action="store_true", help="each role a process of its own, over TCP")
     parser.add_argument("--dir", default=None, help="work there instead of the temporary folder")
@@ -235,10 +235,12 @@ NEEDS = {"seq_read": "seq_write", "rand_read": "seq_write", "rand_read_mmap": "s
          "stat": "create", "readdir": "create", "unlink": "create", "tree_read": "tree_write", "tree_remove": "tree_write"}
 
 
+def chosen(name, only):
+    return not only or any(word in name for word in only.split(","))
+
+
 def needed(work, name, only):
-    if not only or only in name:
-        return True
-    return any(NEEDS.get(w) == work and only in n for n, w, *_ in LINES)
+    return chosen(name, only) or any(NEEDS.get(w) == work and chosen(n, only) for n, w, *_ in LINES)
 
 
 def once(target, work, folder, processes, cache, parameters, salt):
@@ -309,7 +311,7 @@ def metadata_per_file(cluster, arguments):
         return sum(sizes.values()) - log, log
 
     (before, _), made = on_disk(), 0
-    for salt in range(2 if arguments.quick else 10):
+    for salt in range(2 if arguments.quick else 3):
         (cluster.folder / f"meta-{salt}").mkdir()
         made += once(cluster, "create_sync", cluster.folder / f"meta-{salt}", 8, "warm", {"files": 1250}, salt)["ops"]
     after, log = on_disk()
@@ -402,6 +404,12 @@ def save(report):
     folder.mkdir(exist_ok=True)
     c = report["conditions"]
     path = folder / f"{c['when'][:10]}-{c['commit']}.json"
+    if path.exists():
+        # A run in parts: each line as it was measured last.
+        before = json.loads(path.read_text())
+        names = {line["name"] for line in report["lines"]}
+        lines = [line for line in before["lines"] if line["name"] not in names] + report["lines"]
+        report = {**before, **report, "lines": lines}
     path.write_text(json.dumps(report, indent=1) + "\n")
     say(f"kept as {path.relative_to(TOP)}")
 
