@@ -88,6 +88,8 @@ PEERS = {
 
 def main():
     arguments = parse()
+    # Whoever ends it early leaves no mount behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     home = pathlib.Path(tempfile.mkdtemp(prefix="torchfs-bench.", dir=arguments.dir))
     targets = [Folder("local", home / "local")]
     try:
