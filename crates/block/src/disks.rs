@@ -5,7 +5,8 @@
 //! no other source. A disk waits for nobody else's: each has its readers, its writer and its queues.
 //!
 //! # Invariants
-//! - A piece is on one disk. Two only after a disk had been away while its pieces were repaired; then one of the two is dropped.
+//! - A piece is on one disk. Two have it only after one was away, or full, while it was repaired; the scrub drops one of the two,
+//!   and only after it has read the other.
 //! - Two puts of one piece at a time go to the same disk.
 //! - A deletion is told to every disk that works. A disk that comes back later with what was deleted meanwhile holds garbage,
 //!   which the metadata service finds as it does after a server was away.
@@ -145,6 +146,8 @@ pub(crate) struct Disks {
     lost: Mutex<Vec<Lost>>,
     /// Puts on their way: to which disk, and how many of the same piece.
     placing: Mutex<HashMap<(BlockId, u8), Placing>>,
+    /// Held while a piece that is here twice is dropped from one disk.
+    dropping: Mutex<()>,
 }
 
 type Placing = (Weak<DataDisk>, usize);
@@ -153,14 +156,13 @@ impl Disks {
     /// The disks that could be opened, and those that could not.
     pub fn new(server: ServerId, used: Vec<DataDisk>, lost: Vec<Lost>) -> Disks {
         let used = used.into_iter().map(Arc::new).collect();
-        let disks = Disks {
+        Disks {
             server,
             used: RwLock::new(Arc::new(used)),
             lost: Mutex::new(lost),
             placing: Mutex::default(),
-        };
-        disks.drop_doubles();
-        disks
+            dropping: Mutex::default(),
+        }
     }
 
     /// The disks in use, failed ones included.
@@ -301,39 +303,31 @@ impl Disks {
         self.all().iter().map(|disk| (disk.reads.waiting() + disk.writes.waiting()) as u64).sum()
     }
 
-    /// A disk that was away while its pieces were repaired brought them back: one of the two copies goes.
-    fn drop_doubles(&self) {
+    /// A piece on this disk was just read and found whole. If another disk has it too, since it was away while its pieces
+    /// were repaired or was full when a damaged one was healed, one of the two goes: the damaged one, or the later disk's.
+    pub fn drop_double(&self, whole: &DataDisk, block: BlockId, piece: u8) {
         let all = self.all();
-        if all.len() < 2 {
+        let is_double = |disk: &Arc<DataDisk>| {
+            let other = disk.name.id != whole.name.id && disk.works();
+            other && disk.store.stored(block, piece).is_some()
+        };
+        if all.len() < 2 || !all.iter().any(is_double) {
             return;
         }
-        for (n, disk) in all.iter().enumerate().filter(|(_, disk)| disk.works()) {
-            let mut after = None;
-            loop {
-                let pieces = disk.store.list(after, 4096);
-                let Some(last) = pieces.last() else { break };
-                after = Some((last.block, last.piece));
-                let double = |piece: &&PieceInfo| {
-                    let others = all[..n].iter().filter(|other| other.works());
-                    others.into_iter().any(|other| other.store.has(piece.block, piece.piece))
-                };
-                let doubles: Vec<_> =
-                    pieces.iter().filter(double).map(|piece| (piece.block, piece.piece)).collect();
-                if doubles.is_empty() {
-                    continue;
+        // One at a time, and looked at again: two disks must not drop each other's.
+        let _only = self.dropping.lock();
+        for disk in all.iter().filter(|disk| is_double(disk)) {
+            let bad = !disk.store.has(block, piece);
+            if !whole.works() || !whole.store.has(block, piece) || (disk.name.id < whole.name.id && !bad) {
+                continue;
+            }
+            match disk.store.drop_pieces(vec![(block, piece)]) {
+                Ok(_) => {
+                    let (disk, server) = (&disk.name.path, self.server);
+                    tracing::debug!(%server, disk, %block, piece, "another disk has this piece too; dropped");
                 }
-                let count = doubles.len();
-                match disk.store.drop_pieces(doubles) {
-                    Ok(_) => tracing::info!(
-                        server = %self.server,
-                        disk = disk.name.path,
-                        count,
-                        "dropped pieces that another disk of this server has too"
-                    ),
-                    Err(error) => {
-                        tracing::warn!(server = %self.server, %error, "cannot drop pieces that are here twice");
-                        break;
-                    }
+                Err(error) => {
+                    tracing::warn!(server = %self.server, %error, "cannot drop a piece that is here twice");
                 }
             }
         }

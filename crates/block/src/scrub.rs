@@ -41,7 +41,7 @@ struct Shared {
 
 impl Watch {
     /// Starts one thread for each disk.
-    pub fn start(disks: &Disks, config: &Config) -> Result<Watch> {
+    pub fn start(disks: &Arc<Disks>, config: &Config) -> Result<Watch> {
         let shared = Shared { config: config.clone(), stopping: Mutex::new(false), stop: Condvar::new() };
         let watch = Watch { shared: Arc::new(shared), threads: Mutex::default() };
         watch.look_for_disks(disks)?;
@@ -49,17 +49,17 @@ impl Watch {
     }
 
     /// Starts a thread for each disk that has none.
-    pub fn look_for_disks(&self, disks: &Disks) -> Result<()> {
+    pub fn look_for_disks(&self, disks: &Arc<Disks>) -> Result<()> {
         let server = self.shared.config.store.server;
         let mut threads = self.threads.lock();
         for disk in disks.all().iter() {
             if threads.iter().any(|(id, _)| *id == disk.name.id) {
                 continue;
             }
-            let (shared, watched) = (self.shared.clone(), disk.clone());
+            let (shared, disks, watched) = (self.shared.clone(), disks.clone(), disk.clone());
             let thread = std::thread::Builder::new()
                 .name(format!("block-watch-{server}"))
-                .spawn(move || shared.watch(&watched))
+                .spawn(move || shared.watch(&disks, &watched))
                 .map_err(|e| Error::Io { server, what: "start a disk's watch", why: e.to_string() })?;
             threads.push((disk.name.id, thread));
         }
@@ -81,8 +81,8 @@ impl Drop for Watch {
 
 impl Shared {
     /// Until the server stops or the disk fails.
-    fn watch(&self, disk: &DataDisk) {
-        let mut scrub = Scrub::new(disk, &self.config);
+    fn watch(&self, disks: &Disks, disk: &DataDisk) {
+        let mut scrub = Scrub::new(disks, disk, &self.config);
         let mut probed = Instant::now();
         let tick = self.config.watch_every.min(Duration::from_secs(1));
         while disk.works() && !self.wait(tick) {
@@ -110,6 +110,7 @@ impl Shared {
 
 /// The scrub of one disk.
 struct Scrub<'a> {
+    disks: &'a Disks,
     disk: &'a DataDisk,
     rate: u64,
     every: Duration,
@@ -120,10 +121,10 @@ struct Scrub<'a> {
 }
 
 impl<'a> Scrub<'a> {
-    fn new(disk: &'a DataDisk, config: &Config) -> Scrub<'a> {
+    fn new(disks: &'a Disks, disk: &'a DataDisk, config: &Config) -> Scrub<'a> {
         let cursor = disk.store.load_cursor();
         let (rate, every) = (config.scrub_rate, config.scrub_every);
-        Scrub { disk, rate, every, cursor, stored: Instant::now(), budget: 0 }
+        Scrub { disks, disk, rate, every, cursor, stored: Instant::now(), budget: 0 }
     }
 
     /// Reads what the time that has passed allows.
@@ -156,7 +157,9 @@ impl<'a> Scrub<'a> {
                     }
                 }
                 // What is wrong is marked and logged by the store.
-                let _ = self.disk.store.verify(piece.block, piece.piece);
+                if self.disk.store.verify(piece.block, piece.piece).is_ok() {
+                    self.disks.drop_double(self.disk, piece.block, piece.piece);
+                }
                 self.cursor.after = Some((piece.block, piece.piece));
                 self.budget -= i64::from(piece.stored) + 4096;
                 metrics::counter!(names::SCRUBBED_BYTES).increment(u64::from(piece.stored));

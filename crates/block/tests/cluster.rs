@@ -246,13 +246,20 @@ async fn a_disk_that_fails_is_taken_out_alone_and_repaired_onto_the_others() {
     drop(server);
     net.0.lock().remove("s1");
 
-    // The disk comes back at the next start, and what was repaired meanwhile is there once.
-    let again = net.start(1, &[disks[0].crash(), disks[1].crash()], config(1));
+    // The disk comes back at the next start with what was repaired meanwhile. The scrub drops one of the two, never both.
+    let disks = [disks[0].crash(), disks[1].crash()];
+    let (bad, whole) = (lost[0].0.counter, lost[1].0.counter);
+    flip(&disks[0], &data(bad, 30_000));
+    let config = Config { scrub_rate: 1 << 30, scrub_every: Duration::ZERO, ..config(1) };
+    let again = net.start(1, &disks, Config { watch_every: Duration::from_millis(5), ..config });
     assert!(report(&again).disks.iter().all(|disk| !disk.failed));
+    until(&again, |beat| beat.pieces == 79).await;
+    let holds = |n: usize, counter| again.stores()[n].stored(id(counter), 0).is_some();
+    assert_eq!([holds(0, whole), holds(1, whole)], [true, false], "the earlier disk keeps it");
+    assert_eq!([holds(0, bad), holds(1, bad)], [false, true], "but not if its copy is damaged");
     for counter in (0..40).chain(101..140) {
         assert_eq!(get(&again, counter, 0).await.unwrap().chunks[0].raw, 30_000);
     }
-    assert_eq!(again.stat().unwrap().pieces, 79);
 }
 
 #[tokio::test]
