@@ -34,6 +34,10 @@ pub struct DataOptions {
     #[arg(long, default_value = "4MiB", value_parser = settings::bytes, value_name = "SIZE")]
     scrub_rate: u64,
 
+    /// Read all of a disk once in this time, if the rate allows it
+    #[arg(long, default_value = "7d", value_parser = settings::duration, value_name = "TIME")]
+    scrub_every: Duration,
+
     /// Look after each disk this often
     #[arg(long, default_value = "2s", value_parser = settings::duration, value_name = "TIME", hide = true)]
     watch_every: Duration,
@@ -114,6 +118,7 @@ impl Data {
                 ..store::Config::default()
             },
             scrub_rate: options.scrub_rate,
+            scrub_every: options.scrub_every,
             watch_every: options.watch_every,
             ..Config::default()
         };
