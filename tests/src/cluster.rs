@@ -1,7 +1,8 @@
 //! A cluster of real `torchfs` processes on this machine, and mounts of it.
 //!
 //! The idea: every assumption about the command line is in this file, so that a changed flag is changed once. All
-//! addresses are on 127.0.0.1 and stay the same over a restart; all folders lie in the test's sandbox.
+//! addresses are on 127.0.0.1, or each process is on a machine of its own (`Options::apart`); they stay the same over a
+//! restart. All folders lie in the test's sandbox.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -11,6 +12,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use serde_json::Value;
 
+use crate::netns::{self, Host, Net};
 use crate::ports::Port;
 use crate::process::Proc;
 use crate::sandbox::Sandbox;
@@ -41,6 +43,8 @@ pub struct Options {
     pub data_args: Vec<String>,
     /// More arguments for `torchfs mount`.
     pub mount_args: Vec<String>,
+    /// Every process on a machine of its own, on a network of its own, whose cables can be pulled.
+    pub apart: bool,
 }
 
 impl Default for Options {
@@ -56,6 +60,7 @@ impl Default for Options {
             meta_args: vec![],
             data_args: vec![],
             mount_args: vec![],
+            apart: false,
         }
     }
 }
@@ -71,9 +76,15 @@ pub struct Cluster {
     pub data: Vec<Proc>,
     options: Options,
     client: Client,
-    ports: Vec<Port>,
-    data_ports: Vec<Port>,
+    places: Places,
     mounts: AtomicU32,
+}
+
+/// Where the processes are: ports of this machine, or machines of their own. The metadata service first.
+#[derive(Debug)]
+enum Places {
+    Ports(Vec<Port>),
+    Hosts(Arc<Net>, Vec<Host>),
 }
 
 /// What a command needs to reach a cluster.
@@ -82,6 +93,8 @@ pub struct Client {
     sandbox: Arc<Sandbox>,
     meta: String,
     secret: PathBuf,
+    /// The machine that commands are typed on, if not this one.
+    desk: Option<Arc<Host>>,
 }
 
 impl Cluster {
@@ -99,18 +112,25 @@ impl Cluster {
     pub fn inside(sandbox: &Arc<Sandbox>, options: Options) -> Cluster {
         let sandbox = sandbox.clone();
         let secret = make_secret(&sandbox);
+        let (mut places, desk) = match options.apart {
+            true => {
+                let net = Net::new();
+                let desk = net.host("desk");
+                (Places::Hosts(net, vec![]), Some(Arc::new(desk)))
+            }
+            false => (Places::Ports(vec![]), None),
+        };
         let metas = 1 + options.standbys;
-        let mut ports: Vec<Port> = (0..metas + options.servers).map(|_| Port::reserve()).collect();
-        let data_ports = ports.split_off(metas);
-        let addresses: Vec<String> = ports.iter().map(Port::address).collect();
-        let client = Client { sandbox: sandbox.clone(), meta: addresses.join(","), secret };
+        let names: Vec<String> =
+            (0..metas).map(|n| if n == 0 { "meta".to_owned() } else { format!("meta-{n}") }).collect();
+        let addresses: Vec<String> = names.iter().map(|name| places.add(name)).collect();
+        let client = Client { sandbox: sandbox.clone(), meta: addresses.join(","), secret, desk };
 
         let mut standbys: Vec<Proc> = (0..metas)
             .map(|n| {
-                let name = if n == 0 { "meta".to_owned() } else { format!("meta-{n}") };
-                let mut meta = client.process(&name, "meta");
+                let mut meta = client.process(&names[n], "meta");
                 let given = options.meta_dir.clone().filter(|_| n == 0);
-                let dir = given.unwrap_or_else(|| sandbox.path(&name));
+                let dir = given.unwrap_or_else(|| sandbox.path(&names[n]));
                 meta.args([
                     "--dir".into(),
                     dir.into_os_string(),
@@ -118,26 +138,40 @@ impl Cluster {
                     addresses[n].clone().into(),
                 ]);
                 meta.args(meta_flags(&options));
+                places.settle(n, &mut meta);
                 meta.start();
                 meta
             })
             .collect();
         let meta = standbys.remove(0);
-        let data = (0..options.servers)
-            .map(|n| {
-                let mut data = client.process(&format!("data-{n}"), "data");
-                let dir = options.data_dirs.get(n).cloned();
-                let dir = dir.unwrap_or_else(|| sandbox.path(&format!("data-{n}")));
-                data.args(["--dir".into(), dir.into_os_string()]);
-                data.args(["--listen", &data_ports[n].address()]).args(&options.data_args);
-                data.start();
-                data
-            })
-            .collect();
+        let servers = options.servers;
         let mounts = AtomicU32::new(0);
-        let mut cluster = Cluster { meta, standbys, data, options, client, ports, data_ports, mounts };
+        let mut cluster = Cluster { meta, standbys, data: vec![], options, client, places, mounts };
+        for _ in 0..servers {
+            cluster.start_server(&[]);
+        }
         cluster.ready();
         cluster
+    }
+
+    /// Starts one more data server and waits until it has reported; gives its number.
+    pub fn add_server(&mut self, args: &[&str]) -> usize {
+        let number = self.start_server(args);
+        self.options.servers = self.data.len();
+        self.ready();
+        number
+    }
+
+    fn start_server(&mut self, args: &[&str]) -> usize {
+        let n = self.data.len();
+        let address = self.places.add(&format!("data-{n}"));
+        let mut data = self.client.process(&format!("data-{n}"), "data");
+        data.args(["--dir".into(), self.data_dir(n).into_os_string()]);
+        data.args(["--listen", &address]).args(&self.options.data_args).args(args.iter().copied());
+        self.places.settle(self.metas() + n, &mut data);
+        data.start();
+        self.data.push(data);
+        n
     }
 
     /// Waits until the metadata service answers and counts every data server among the living.
@@ -158,13 +192,25 @@ impl Cluster {
         });
     }
 
-    /// Mounts the volume once more, by an agent of its own.
+    /// Mounts the first volume once more, by an agent of its own.
     pub fn mount(&self) -> Mount {
+        self.mount_volume(None)
+    }
+
+    /// Mounts a volume, by an agent of its own.
+    pub fn mount_volume(&self, volume: Option<&str>) -> Mount {
         let number = self.mounts.fetch_add(1, Ordering::Relaxed);
         let path = self.client.sandbox.folder(&format!("mnt-{number}"));
         let mut agent = self.client.process(&format!("agent-{number}"), "mount");
-        agent.args(["--foreground"]).args(&self.options.mount_args).args([path.as_os_str()]);
-        let mut mount = Mount { agent, path };
+        agent.args(["--foreground"]).args(&self.options.mount_args).args(volume).args([path.as_os_str()]);
+        let host = match &self.places {
+            Places::Hosts(net, _) => Some(net.host(&format!("client-{number}"))),
+            Places::Ports(_) => None,
+        };
+        if let Some(host) = &host {
+            agent.on(host);
+        }
+        let mut mount = Mount { agent, path, host };
         mount.start();
         mount
     }
@@ -218,12 +264,26 @@ impl Cluster {
 
     /// The address of each metadata server.
     pub fn meta_addresses(&self) -> Vec<String> {
-        self.ports.iter().map(Port::address).collect()
+        (0..self.metas()).map(|n| self.places.address(n)).collect()
     }
 
     /// The addresses of the data servers.
     pub fn data_addresses(&self) -> Vec<String> {
-        self.data_ports.iter().map(Port::address).collect()
+        (0..self.data.len()).map(|n| self.places.address(self.metas() + n)).collect()
+    }
+
+    /// The machine of the metadata service, where each process has one.
+    pub fn meta_host(&self) -> &Host {
+        self.places.host(0)
+    }
+
+    /// The machine of a data server, where each process has one.
+    pub fn data_host(&self, n: usize) -> &Host {
+        self.places.host(self.metas() + n)
+    }
+
+    fn metas(&self) -> usize {
+        1 + self.standbys.len()
     }
 
     /// What a command needs to reach it.
@@ -237,10 +297,51 @@ impl Cluster {
     }
 }
 
+/// Where a server listens on a machine of its own.
+const PORT: u16 = 7070;
+
+impl Places {
+    /// A place for one more process; gives its address.
+    fn add(&mut self, name: &str) -> String {
+        match self {
+            Places::Ports(ports) => ports.push(Port::reserve()),
+            Places::Hosts(net, hosts) => hosts.push(net.host(name)),
+        }
+        let last = match self {
+            Places::Ports(ports) => ports.len(),
+            Places::Hosts(_, hosts) => hosts.len(),
+        };
+        self.address(last - 1)
+    }
+
+    fn address(&self, n: usize) -> String {
+        match self {
+            Places::Ports(ports) => ports[n].address(),
+            Places::Hosts(_, hosts) => hosts[n].at(PORT),
+        }
+    }
+
+    /// Puts a process where its place is.
+    fn settle(&self, n: usize, process: &mut Proc) {
+        if let Places::Hosts(_, hosts) = self {
+            process.on(&hosts[n]);
+        }
+    }
+
+    fn host(&self, n: usize) -> &Host {
+        match self {
+            Places::Hosts(_, hosts) => &hosts[n],
+            Places::Ports(_) => {
+                panic!("this cluster's processes share a machine; start it with Options::apart")
+            }
+        }
+    }
+}
+
 impl Client {
     /// A client of an address that a test has chosen itself.
     pub fn new(sandbox: &Arc<Sandbox>, meta: &str, secret: &Path) -> Client {
-        Client { sandbox: sandbox.clone(), meta: meta.to_owned(), secret: secret.to_owned() }
+        Client { sandbox: sandbox.clone(), meta: meta.to_owned(), secret: secret.to_owned(), desk: None }
     }
 
     /// Runs a `torchfs` command to its end.
@@ -250,7 +351,10 @@ impl Client {
 
     /// The binary with the environment that leads to the cluster.
     pub fn command(&self) -> Command {
-        let mut command = Command::new(binary());
+        let mut command = match &self.desk {
+            Some(desk) => netns::enter(desk.namespace(), &binary()),
+            None => Command::new(binary()),
+        };
         command.envs(self.environment());
         command
     }
@@ -282,17 +386,25 @@ pub struct Mount {
     /// The agent's process.
     pub agent: Proc,
     path: PathBuf,
+    host: Option<Host>,
 }
 
 impl Mount {
     /// Wraps a mount that a test started itself.
     pub fn of(agent: Proc, path: &Path) -> Mount {
-        Mount { agent, path: path.to_owned() }
+        Mount { agent, path: path.to_owned(), host: None }
     }
 
     /// The mount point.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The machine it is on, where each process has one.
+    pub fn host(&self) -> &Host {
+        self.host
+            .as_ref()
+            .expect("this mount's agent shares a machine; start its cluster with Options::apart")
     }
 
     /// A path in the mount.

@@ -16,15 +16,18 @@ pub mod cluster;
 pub mod database;
 pub mod ground;
 pub mod model;
+pub mod netns;
 pub mod nursery;
 pub mod ports;
 pub mod powercut;
 pub mod process;
 pub mod promises;
 pub mod proxy;
+pub mod readers;
 pub mod rng;
 pub mod sandbox;
 pub mod shell;
+pub mod storm;
 pub mod sys;
 pub mod wait;
 

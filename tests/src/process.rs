@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 use std::time::Duration;
 
+use crate::netns;
 use crate::nursery::{self, Nursling};
 use crate::sys;
 use crate::wait::within;
@@ -18,6 +19,7 @@ pub struct Proc {
     args: Vec<OsString>,
     env: Vec<(String, OsString)>,
     log: PathBuf,
+    namespace: Option<String>,
     child: Option<Nursling>,
 }
 
@@ -25,7 +27,7 @@ impl Proc {
     /// Describes a process; `log` gets its stdout and stderr, over all its starts.
     pub fn new(name: &str, program: &Path, log: PathBuf) -> Proc {
         let program = program.to_owned();
-        Proc { name: name.to_owned(), program, args: vec![], env: vec![], log, child: None }
+        Proc { name: name.to_owned(), program, args: vec![], env: vec![], log, namespace: None, child: None }
     }
 
     /// Adds arguments for the next start.
@@ -40,10 +42,19 @@ impl Proc {
         self
     }
 
+    /// Puts it on a machine of a network of its own.
+    pub fn on(&mut self, host: &netns::Host) -> &mut Proc {
+        self.namespace = Some(host.namespace().to_owned());
+        self
+    }
+
     /// Starts it.
     pub fn start(&mut self) {
         assert!(self.child.is_none(), "{} runs already", self.name);
-        let mut command = Command::new(&self.program);
+        let mut command = match &self.namespace {
+            Some(namespace) => netns::enter(namespace, &self.program),
+            None => Command::new(&self.program),
+        };
         command.args(&self.args).envs(self.env.iter().map(|(k, v)| (k, v)));
         let child = nursery::start(&command, &self.log, &self.log)
             .unwrap_or_else(|e| panic!("cannot start {} ({}): {e}", self.name, self.program.display()));

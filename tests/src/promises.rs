@@ -66,6 +66,8 @@ pub struct Ledger {
     log_durable: u64,
     log_told: u64,
     log_tried: u64,
+    /// Bytes of the log that any later open must show, anywhere.
+    closed: Arc<AtomicU64>,
     /// What went wrong although nobody had announced a cut.
     pub surprise: Option<String>,
 }
@@ -81,8 +83,14 @@ impl Ledger {
             log_durable: 0,
             log_told: 0,
             log_tried: 0,
+            closed: Arc::default(),
             surprise: None,
         }
+    }
+
+    /// What readers elsewhere are told about it.
+    pub fn stream(&self) -> Stream {
+        Stream { writer: self.writer, closed: self.closed.clone() }
     }
 
     fn folder(&self, mount: &Path) -> PathBuf {
@@ -167,6 +175,7 @@ impl Ledger {
         sys::close(file)?;
         if !cut.load(Ordering::SeqCst) {
             self.log_durable = self.log_told;
+            self.closed.store(self.log_told, Ordering::SeqCst);
             self.names_durable();
         }
         Ok(())
@@ -328,9 +337,44 @@ impl Writers {
     }
 }
 
+/// The log of a writer, as somebody else may read it while it grows.
+#[derive(Clone, Debug)]
+pub struct Stream {
+    writer: u64,
+    closed: Arc<AtomicU64>,
+}
+
+impl Stream {
+    /// Reads it through a mount: everything that was closed before must be there, and every byte must be right.
+    pub fn check(&self, mount: &Path) -> io::Result<()> {
+        let least = self.closed.load(Ordering::SeqCst);
+        let log = match fs::read(mount.join(format!("writer-{}", self.writer)).join("log")) {
+            Err(error) if least == 0 && error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            read => read?,
+        };
+        let (writer, len) = (self.writer, log.len() as u64);
+        if len < least {
+            return Err(io::Error::other(format!(
+                "the log of writer {writer} has {len} bytes, {least} were closed before"
+            )));
+        }
+        match log.iter().zip(&stream(writer, 0, len)).position(|(a, b)| a != b) {
+            Some(at) => Err(io::Error::other(format!(
+                "the log of writer {writer} is wrong at byte {at} of {len} ({least} were closed before)"
+            ))),
+            None => Ok(()),
+        }
+    }
+}
+
 /// Makes `n` empty records.
 pub fn ledgers(n: u64, seed: u64) -> Vec<Ledger> {
-    (0..n).map(|w| Ledger::new(w, seed)).collect()
+    ledgers_from(0, n, seed)
+}
+
+/// Makes `n` empty records of writers numbered from `first`.
+pub fn ledgers_from(first: u64, n: u64, seed: u64) -> Vec<Ledger> {
+    (first..first + n).map(|w| Ledger::new(w, seed)).collect()
 }
 
 /// Checks every record through a mount.

@@ -56,6 +56,13 @@ impl Rng {
         &of[self.below(of.len() as u64) as usize]
     }
 
+    /// Puts things into any order.
+    pub fn shuffle<T>(&mut self, of: &mut [T]) {
+        for last in (1..of.len()).rev() {
+            of.swap(last, self.below(last as u64 + 1) as usize);
+        }
+    }
+
     /// True `n` times in `of`.
     pub fn chance(&mut self, n: u64, of: u64) -> bool {
         self.below(of) < n

@@ -133,6 +133,7 @@ fn home() -> PathBuf {
 }
 
 fn sweep() {
+    crate::netns::sweep();
     let Ok(entries) = fs::read_dir(home()) else { return };
     for entry in entries.flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();

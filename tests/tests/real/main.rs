@@ -7,6 +7,7 @@ mod coded;
 mod crash;
 mod disks;
 mod dump;
+mod faults;
 mod posix;
 mod postgres;
 mod programs;
