@@ -358,10 +358,24 @@ impl Stream {
                 "the log of writer {writer} has {len} bytes, {least} were closed before"
             )));
         }
-        match log.iter().zip(&stream(writer, 0, len)).position(|(a, b)| a != b) {
-            Some(at) => Err(io::Error::other(format!(
-                "the log of writer {writer} is wrong at byte {at} of {len} ({least} were closed before)"
-            ))),
+        let want = stream(writer, 0, len);
+        match log.iter().zip(&want).position(|(a, b)| a != b) {
+            Some(at) => {
+                let last = log.iter().zip(&want).rposition(|(a, b)| a != b).unwrap_or(at);
+                let path = mount.join(format!("writer-{}", self.writer)).join("log");
+                // Who has the wrong bytes: the kernel's pages, or the agent?
+                let again = fs::read(&path)?.get(at..=last) != want.get(at..=last);
+                let direct = sys::open(&path, libc::O_RDONLY | libc::O_DIRECT, 0).and_then(|file| {
+                    let mut pages = sys::Aligned::new(log.len().next_multiple_of(4096));
+                    let read = file.read_at(pages.bytes(), 0)?;
+                    Ok(pages.bytes()[..read].get(at..=last) != want.get(at..=last))
+                })?;
+                Err(io::Error::other(format!(
+                    "the log of writer {writer} is wrong from byte {at} to {last} of {len} ({least} were closed before): \
+                     {:?}; wrong when read again: {again}, around the kernel's pages: {direct}",
+                    &log[at..log.len().min(at + 16)]
+                )))
+            }
             None => Ok(()),
         }
     }

@@ -163,6 +163,15 @@ impl Storm {
         self.faults
     }
 
+    /// A round without faults.
+    pub fn calm(&mut self) {
+        let mut work = self.start_work();
+        for _ in 0..10 {
+            work.go_on(&mut self.rng);
+        }
+        self.end_work(work, None);
+    }
+
     fn round(&mut self) {
         let mut work = self.start_work();
         work.go_on(&mut self.rng);

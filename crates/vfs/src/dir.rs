@@ -69,7 +69,7 @@ impl Vfs {
     pub async fn opendir(&self, ino: Ino) -> Result<Opened> {
         let node = self.node(ino);
         node.lock().handles += 1;
-        Ok(Opened { fh: self.new_handle(node, false, false, 0), direct: false, keep_cache: false })
+        Ok(Opened { fh: self.new_handle(node, false, false, 0, None), direct: false, keep_cache: false })
     }
 
     /// Entries after a cookie (0 from the start), at most `want`; none at the end.

@@ -93,7 +93,7 @@ impl Vfs {
             }
             if content && let Some(file) = &mut state.file {
                 file.extents.clear();
-                file.kernel_version = None;
+                file.forget_pages();
             }
         }
         if content {

@@ -124,6 +124,8 @@ pub(crate) struct File {
     pub(crate) error: Option<Fault>,
     /// The data version of the pages that the kernel may have.
     pub(crate) kernel_version: Option<u64>,
+    /// How often that became unknown.
+    pub(crate) forgotten: u64,
 }
 
 impl Inode {
@@ -293,6 +295,7 @@ impl File {
             errors: 0,
             error: None,
             kernel_version: None,
+            forgotten: 0,
         }
     }
 
@@ -307,6 +310,12 @@ impl File {
             self.version = version;
             self.epoch = epoch;
         }
+    }
+
+    /// What the kernel may have is not known any more.
+    pub(crate) fn forget_pages(&mut self) {
+        self.kernel_version = None;
+        self.forgotten += 1;
     }
 
     /// Own commit: the extents follow it if a lease protected them all the while.

@@ -35,6 +35,8 @@ pub(crate) struct Handle {
     /// Errors of the file that happened before it was opened.
     pub(crate) seen: u64,
     wrote: AtomicBool,
+    /// What the kernel's pages are once it has acted on the answer to this open, and how often that had become unknown.
+    fresh: Mutex<Option<(u64, u64)>>,
     pub(crate) ahead: Mutex<ReadAhead>,
     pub(crate) listing: Mutex<Listing>,
     /// Owners that took fcntl locks through this handle and have not closed it. When it goes, those left are the handle's
@@ -46,6 +48,18 @@ impl Handle {
     /// Closing must wait for durability from now on.
     pub(crate) fn wrote(&self) {
         self.wrote.store(true, Ordering::Release);
+    }
+
+    /// The kernel uses the handle: it has dropped the pages that the answer to this open told it to drop. Before, another
+    /// open that was answered at the same time must not keep them.
+    pub(crate) fn used(&self) {
+        let Some((version, forgotten)) = self.fresh.lock().take() else { return };
+        if let Some(file) = &mut self.node.lock().file
+            && file.forgotten == forgotten
+            && file.kernel_version.is_none()
+        {
+            file.kernel_version = Some(version);
+        }
     }
 
     /// The error that latched on this handle.
@@ -105,7 +119,14 @@ impl Vfs {
         handle.ok_or_else(|| Fault::new(Code::Stale, format!("handle {fh} is not open")))
     }
 
-    pub(crate) fn new_handle(&self, node: Arc<Inode>, writes: bool, sync: bool, seen: u64) -> Fh {
+    pub(crate) fn new_handle(
+        &self,
+        node: Arc<Inode>,
+        writes: bool,
+        sync: bool,
+        seen: u64,
+        fresh: Option<(u64, u64)>,
+    ) -> Fh {
         let fh = self.0.next_fh.fetch_add(1, Ordering::Relaxed);
         let handle = Handle {
             node,
@@ -113,6 +134,7 @@ impl Vfs {
             sync,
             seen,
             wrote: AtomicBool::new(false),
+            fresh: Mutex::new(fresh),
             ahead: Mutex::default(),
             listing: Mutex::default(),
             lockers: Mutex::default(),
@@ -125,7 +147,7 @@ impl Vfs {
     pub(crate) async fn open_node(&self, node: &Arc<Inode>, flags: i32, new: bool) -> Result<Opened> {
         let writes = flags & O_ACCMODE != 0;
         let mut asked = new && self.holds_for(node.ino, writes);
-        let (direct, seen, keep_cache) = loop {
+        let (direct, seen, keep_cache, fresh) = loop {
             let progress = node.progress.listen();
             let leaving = node.lock().leaving > 0;
             if leaving {
@@ -157,10 +179,13 @@ impl Vfs {
             let version = state.attr.as_ref().map(|attr| attr.data_version);
             let file = state.file();
             let keep = !direct && version.is_some() && file.kernel_version == version;
-            file.kernel_version = if direct { None } else { version };
-            break (direct, file.errors, keep);
+            if !keep {
+                file.forget_pages();
+            }
+            let fresh = version.filter(|_| !direct && !keep).map(|version| (version, file.forgotten));
+            break (direct, file.errors, keep, fresh);
         };
-        let fh = self.new_handle(node.clone(), writes, flags & O_DSYNC != 0, seen);
+        let fh = self.new_handle(node.clone(), writes, flags & O_DSYNC != 0, seen, fresh);
         Ok(Opened { fh, direct, keep_cache })
     }
 
@@ -210,6 +235,9 @@ impl Vfs {
         if current {
             let epoch = self.0.meta.lease_epoch();
             state.file().learn_version(attr.data_version, epoch);
+        } else {
+            // Extents may have come in late, under the lease before this one, and speak for an older version.
+            state.file().extents.clear();
         }
         state.learn(&self.0.meta, attr, current);
         Ok(())

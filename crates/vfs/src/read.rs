@@ -62,6 +62,7 @@ impl Vfs {
     /// Reads; short only at the end of the file.
     pub async fn read(&self, _ino: Ino, fh: Fh, offset: u64, len: u32, _flags: i32) -> Result<Vec<Bytes>> {
         let handle = self.handle(fh)?;
+        handle.used();
         let range = offset..offset.saturating_add(u64::from(len));
         match self.read_node(&handle.node, range.clone(), Some(&handle)).await {
             // The extents were old: a block dies two lease terms after it was let go of.

@@ -61,7 +61,7 @@ impl Keeper for Inner {
             state.doubt_attr();
             if let Some(file) = &mut state.file {
                 file.extents.clear();
-                file.kernel_version = None;
+                file.forget_pages();
             }
         }
         self.host.invalidate_data(ino, 0, 0);
@@ -147,7 +147,7 @@ impl Vfs {
             && let Some(file) = &mut state.file
         {
             file.extents.clear();
-            file.kernel_version = None;
+            file.forget_pages();
         }
         if bits & lease::NAMES == 0 {
             return Vec::new();

@@ -42,6 +42,7 @@ impl Vfs {
     /// Writes all of it or fails.
     pub async fn write(&self, ino: Ino, fh: Fh, offset: u64, data: Bytes, flags: WriteFlags) -> Result<u32> {
         let handle = self.handle(fh)?;
+        handle.used();
         let node = &handle.node;
         let len = u32::try_from(data.len()).map_err(|_| Fault::from(Code::Invalid))?;
         if !flags.append && offset.checked_add(u64::from(len)).is_none_or(|end| end > SIZE_MAX) {

@@ -28,3 +28,14 @@ fn storms_over_two_copies_lose_nothing_and_show_nothing_wrong() {
     };
     storm(80, climate, count(40, 1500));
 }
+
+/// Found in the first minute of the first storm, and it needed no storm: zeros at the end of a log that another mount had
+/// closed, in pages that the kernel kept after it had heard of lengths in the wrong order.
+#[test]
+fn readers_elsewhere_see_every_closed_byte_of_a_growing_log() {
+    let climate = Climate { servers: 3, redundancy: "replicas:2", tolerated: 0, data: &[], meta_args: &[] };
+    let mut storm = Storm::new(seed(81), climate);
+    for _ in 0..count(12, 300) {
+        storm.calm();
+    }
+}

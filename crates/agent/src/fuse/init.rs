@@ -73,8 +73,9 @@ const NEEDED: u64 = feature::BIG_WRITES
     | feature::INIT_EXT;
 
 /// Features taken where offered. Not among them, on purpose: ATOMIC_O_TRUNC (truncation is a SETATTR like any other),
-/// AUTO_INVAL_DATA (we say ourselves when data changed), POSIX_ACL (refused, see docs/semantics.md), DONT_MASK (the
-/// kernel applies the umask).
+/// AUTO_INVAL_DATA (we say ourselves when data changed), EXPLICIT_INVAL_DATA (whenever the kernel learns of another length it
+/// zeroes what its pages hold beyond that; it must then drop them, or a length that was overtaken leaves zeros in a page that
+/// held newer bytes), POSIX_ACL (refused, see docs/semantics.md), DONT_MASK (the kernel applies the umask).
 const WANTED: u64 = feature::ASYNC_READ
     | feature::EXPORT_SUPPORT
     | feature::DO_READDIRPLUS
@@ -82,7 +83,6 @@ const WANTED: u64 = feature::ASYNC_READ
     | feature::ASYNC_DIO
     | feature::PARALLEL_DIROPS
     | feature::CACHE_SYMLINKS
-    | feature::EXPLICIT_INVAL_DATA
     | feature::HAS_EXPIRE_ONLY
     | feature::DIRECT_IO_ALLOW_MMAP
     | feature::HAS_RESEND;
@@ -141,6 +141,7 @@ mod tests {
         for unwanted in [
             feature::WRITEBACK_CACHE,
             feature::AUTO_INVAL_DATA,
+            feature::EXPLICIT_INVAL_DATA,
             feature::ATOMIC_O_TRUNC,
             feature::POSIX_ACL,
             feature::DONT_MASK,

@@ -99,7 +99,7 @@ fn the_kernel_agrees_to_what_we_rest_on() {
     let Some(stage) = Stage::new() else { return };
     let agreed = stage.served.agreed();
     use abi::feature::*;
-    assert!(agreed.has(EXPLICIT_INVAL_DATA | HANDLE_KILLPRIV_V2 | PARALLEL_DIROPS | CACHE_SYMLINKS));
+    assert!(agreed.has(HANDLE_KILLPRIV_V2 | PARALLEL_DIROPS | CACHE_SYMLINKS));
     assert!(!agreed.has(WRITEBACK_CACHE));
     stage.end();
 }
