@@ -10,6 +10,7 @@ mod logging;
 mod print;
 mod roles;
 mod settings;
+mod watch;
 
 use std::process::ExitCode;
 
@@ -56,6 +57,13 @@ enum Command {
     Fsck(commands::fsck::Args),
     Gc(commands::gc::Args),
     Df(commands::df::Args),
+    Volume(commands::volume::Args),
+    Policy(commands::policy::Args),
+    Servers(commands::servers::Args),
+    Drain(commands::drain::Args),
+    Rebalance(commands::rebalance::Args),
+    Scrub(commands::scrub::Args),
+    Top(commands::top::Args),
     Systemd(commands::systemd::Args),
     #[command(hide = true)]
     Bench(commands::bench::Args),
@@ -89,6 +97,13 @@ fn main() -> ExitCode {
         Command::Fsck(args) => commands::fsck::run(args),
         Command::Gc(args) => commands::gc::run(args),
         Command::Df(args) => commands::df::run(args),
+        Command::Volume(args) => commands::volume::run(args),
+        Command::Policy(args) => commands::policy::run(args),
+        Command::Servers(args) => commands::servers::run(args),
+        Command::Drain(args) => commands::drain::run(args),
+        Command::Rebalance(args) => commands::rebalance::run(args),
+        Command::Scrub(args) => commands::scrub::run(args),
+        Command::Top(args) => commands::top::run(args),
         Command::Systemd(args) => commands::systemd::run(args),
         Command::Bench(args) => commands::bench::run(args),
     };

@@ -96,6 +96,18 @@ pub fn progress(what: &str, total: u64, hidden: bool) -> ProgressBar {
     bar
 }
 
+/// The same, counted in bytes.
+pub fn progress_bytes(what: &str, total: u64, hidden: bool) -> ProgressBar {
+    let bar = progress(what, total, hidden);
+    let style = ProgressStyle::with_template(
+        "{msg:18} [{bar:32}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} left",
+    );
+    if let Ok(style) = style {
+        bar.set_style(style.progress_chars("=> "));
+    }
+    bar
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -13,6 +13,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{ArgAction, Command, CommandFactory, FromArgMatches};
+use torchfs_proto::layout::Scheme;
 
 /// What can be wrong before a command runs.
 pub enum Wrong {
@@ -133,6 +134,11 @@ pub fn duration(text: &str) -> Result<Duration, String> {
         .and_then(|unit| number.checked_mul(unit))
         .map(Duration::from_millis)
         .ok_or_else(|| format!("`{text}` is not a time span; write 90s, 5m or 2h"))
+}
+
+/// `replicas:2` or `ec:4+2`.
+pub fn redundancy(text: &str) -> Result<Scheme, String> {
+    text.parse().map_err(|fault: torchfs_proto::Fault| fault.to_string())
 }
 
 /// `4096`, `64KiB`, `4MiB`, `2GiB`, `1TiB` (or K, M, G, T) as bytes.

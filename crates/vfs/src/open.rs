@@ -235,9 +235,6 @@ impl Vfs {
         if current {
             let epoch = self.0.meta.lease_epoch();
             state.file().learn_version(attr.data_version, epoch);
-        } else {
-            // Extents may have come in late, under the lease before this one, and speak for an older version.
-            state.file().extents.clear();
         }
         state.learn(&self.0.meta, attr, current);
         Ok(())

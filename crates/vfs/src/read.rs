@@ -108,12 +108,17 @@ impl Vfs {
 
     fn try_resolve(&self, node: &Inode, range: Range<u64>) -> Step {
         let mut state = node.lock();
-        if self.holds_any(node.ino, &[lease::READ, lease::WRITE]) && state.attr.is_some() {
+        let version = state.attr.as_ref().map(|attr| attr.data_version);
+        if let Some(version) = version
+            && self.holds_any(node.ino, &[lease::READ, lease::WRITE])
+        {
             let epoch = self.0.meta.lease_epoch();
             let file = state.file();
-            if file.epoch != epoch {
+            // Extents that came in late, under an earlier lease, say that there is nothing where the file ended then.
+            if file.epoch != epoch || file.version < version {
                 file.extents.clear();
                 file.epoch = epoch;
+                file.version = file.version.max(version);
             }
             return match resolve_known(&state, range) {
                 Ok(parts) => Step::Known(parts),

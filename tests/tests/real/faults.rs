@@ -35,7 +35,7 @@ fn storms_over_two_copies_lose_nothing_and_show_nothing_wrong() {
 fn readers_elsewhere_see_every_closed_byte_of_a_growing_log() {
     let climate = Climate { servers: 3, redundancy: "replicas:2", tolerated: 0, data: &[], meta_args: &[] };
     let mut storm = Storm::new(seed(81), climate);
-    for _ in 0..count(12, 300) {
+    for _ in 0..count(3, 300) {
         storm.calm();
     }
 }

@@ -1,0 +1,55 @@
+//! `torchfs scrub`: reads every stored piece and has the bad ones made again.
+
+use std::process::ExitCode;
+
+use torchfs_proto::msg::meta::{Op, RepairReport};
+
+use crate::connect::Connect;
+use crate::watch::{self, Stand, Watching};
+use crate::{print, roles};
+
+/// Read every stored piece, find flipped bits, and heal them
+///
+///   torchfs scrub --rate 50MiB
+///
+/// Each data server reads its disks at most at the given rate and checks every checksum. What is bad is made again from the other
+/// pieces. The work goes on when this command ends, and begins again where it was after a restart. `--stop` ends it.
+#[derive(clap::Args)]
+pub struct Args {
+    /// End the scrub that runs
+    #[arg(long)]
+    stop: bool,
+
+    #[command(flatten)]
+    connect: Connect,
+
+    #[command(flatten)]
+    watching: Watching,
+}
+
+/// Begins it and watches.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let found = args.connect.find()?;
+    roles::block_on(async move {
+        let tool = roles::tool(&found);
+        tool.ask(Op::Scrub { on: !args.stop }).await?;
+        if args.stop {
+            println!("the scrub is ended");
+            return Ok(ExitCode::SUCCESS);
+        }
+        watch::watch(&tool, &args.watching, "scrub", stand).await
+    })
+}
+
+/// Done when everything was read and what was bad is whole again.
+fn stand(report: &RepairReport) -> Stand {
+    let scrub = &report.scrub;
+    if !scrub.running {
+        let repair = watch::repair_stand(report);
+        let says = format!("{} bad pieces found; {}", print::count(scrub.bad), repair.says);
+        // What cannot be repaired is named at the end, not waited for.
+        return Stand { done: repair.done || report.lost > 0, says, ..repair };
+    }
+    let says = format!("pieces, {}, {} bad", print::size(scrub.bytes), print::count(scrub.bad));
+    Stand { done: false, at: scrub.pieces, total: scrub.total, says }
+}
