@@ -127,6 +127,7 @@ impl Storm {
             // Little memory, so that reads go to the servers.
             mount_args: texts(&["--cache-size", "8MiB"]),
             apart: true,
+            ..Options::default()
         };
         let cluster = Cluster::inside(&sandbox, options);
         let mut rng = Rng::new(seed);
