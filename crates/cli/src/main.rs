@@ -48,7 +48,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Up(commands::up::Args),
-    Meta(commands::meta::Args),
+    Meta(Box<commands::meta::Args>),
     Data(commands::data::Args),
     Mount(commands::mount::Args),
     Umount(commands::umount::Args),
@@ -88,7 +88,7 @@ fn main() -> ExitCode {
     logging::start(&cli.log, cli.log_json);
     let result = match cli.command {
         Command::Up(args) => commands::up::run(args),
-        Command::Meta(args) => commands::meta::run(args),
+        Command::Meta(args) => commands::meta::run(*args),
         Command::Data(args) => commands::data::run(args),
         Command::Mount(args) => commands::mount::run(args),
         Command::Umount(args) => commands::umount::run(args),

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
-use torchfs_tests::{Cluster, Mount, Options, Rng, Sandbox, eventually};
+use torchfs_tests::{Cluster, Database, Mount, Options, Rng, Sandbox, eventually};
 
 fn options() -> Options {
     Options {
@@ -303,6 +303,48 @@ fn deleted_files_that_a_dump_brings_back_are_named_by_fsck() {
         ran if ran.code == Some(0) => Ok(()),
         ran => Err(ran.out),
     });
+}
+
+#[test]
+fn a_dump_moves_a_cluster_into_postgresql_and_back() {
+    let mut cluster = Cluster::with(options());
+    let sandbox = cluster.sandbox().clone();
+    let database = Database::start(&sandbox);
+    let url = database.create("torchfs");
+    let path = |name: &str| sandbox.path(name).to_str().unwrap().to_owned();
+    let (folder, file, settings) = (path("meta"), path("move.dump"), path("torchfs.toml"));
+    let files = |cluster: &Cluster, from, to| {
+        let mut mount = cluster.mount();
+        check(&mount, 0, from);
+        write(&mount, from, to);
+        mount.unmount(cluster.client());
+    };
+    files(&cluster, 0, 10);
+    let before = incarnation(&cluster);
+    cluster.meta.stop();
+    cluster.torchfs(["meta", "dump", &file, "--dir", &folder]).ok();
+    fs::rename(&folder, path("meta-before")).unwrap();
+    cluster.torchfs(["meta", "load", &file, "--engine", &url, "--dir", &folder]).ok();
+    let again = cluster.torchfs(["meta", "load", &file, "--engine", &url, "--dir", &path("other")]);
+    assert!(again.code == Some(1) && again.err.contains("holds metadata already"), "{}", again.err);
+    fs::write(&settings, format!("[meta]\nengine = \"{url}\"\n")).unwrap();
+    cluster.restart();
+    let within = incarnation(&cluster);
+    assert!(within > before);
+    files(&cluster, 10, 20);
+    cluster.torchfs(["gc"]).ok();
+    cluster.fsck();
+
+    cluster.torchfs(["meta", "dump", &file]).ok();
+    cluster.meta.stop();
+    fs::remove_file(&settings).unwrap();
+    fs::rename(&folder, path("replica-before")).unwrap();
+    cluster.torchfs(["meta", "load", &file, "--dir", &folder]).ok();
+    cluster.restart();
+    assert!(incarnation(&cluster) > within);
+    files(&cluster, 20, 25);
+    cluster.torchfs(["gc"]).ok();
+    cluster.fsck();
 }
 
 #[test]

@@ -58,19 +58,19 @@ pub struct DatabaseOptions {
 
 impl DatabaseOptions {
     /// The engine's settings.
-    pub fn config(&self, stage: &Stage) -> anyhow::Result<PostgresConfig> {
+    pub fn config(&self, address: &str, engine: torchfs_engine::Config) -> anyhow::Result<PostgresConfig> {
         let url = self.engine.clone().unwrap_or_default();
         torchfs_engine::postgres::check_url(&url)?;
         Ok(PostgresConfig {
             password: self.password(&url)?,
             url,
             ca_file: self.pg_ca_file.clone(),
-            address: self.advertise.clone().unwrap_or_else(|| stage.address.clone()),
+            address: self.advertise.clone().unwrap_or_else(|| address.to_string()),
             lease: self.pg_lease,
             margin: (self.pg_lease / 8).max(Duration::from_millis(50)),
             poll: (self.pg_lease / 10).clamp(Duration::from_millis(20), Duration::from_millis(250)),
             log_keep: self.pg_log_keep,
-            engine: stage.engine_config(),
+            engine,
             ..PostgresConfig::default()
         })
     }

@@ -113,7 +113,7 @@ impl Meta {
                 (serving.service.clone(), Running::Here(serving))
             }
             Some(database) => {
-                let config = database.config(&stage)?;
+                let config = database.config(&stage.address, stage.engine_config())?;
                 let follower = Follower::start(dir, config, stage)?;
                 (follower.desk(), Running::Shared(follower))
             }

@@ -28,9 +28,6 @@ use super::ms;
 
 /// More openings than there can have been between a dump and the loss of what came after it.
 const OPENINGS: u32 = 1 << 16;
-/// Midnight of 1 January 2020 in seconds since 1970: incarnations of loads count seconds from there, so that they reach to
-/// the year 2156.
-const YEAR_2020_S: u64 = 1_577_836_800;
 /// Fences of one load, before they reach those of a load a second later.
 const FENCES: u64 = 1 << 20;
 /// Sessions, and versions of the placement, that may have come after a dump.
@@ -60,20 +57,23 @@ pub struct Loaded {
 /// What an engine must begin above to be filled from this dump. `known` is the highest incarnation that anybody knows
 /// of: data servers that could be asked.
 ///
-/// Every opening raises the incarnation by one, and takes more than a second on average. So an incarnation that counts
-/// seconds since 2020 is above all that were given out before it, whether from this dump's line or from another load. A
-/// clock that stands wrong is caught by the other two bounds: 65,536 openings above the dump, and above what is known.
+/// Every opening raises the incarnation by one, and takes more than a second on average. So an incarnation that is the
+/// time in seconds (until 2106) is above all that were given out before, whether in this dump's line or by another load, and
+/// even if nobody knows of them any more. If the dump or a server knows one that is not below the clock, the clock
+/// stands wrong: then it is 65,536 openings above that one.
 pub fn floor(header: &Header, trailer: &Trailer, known: Incarnation, wall_ns: i64) -> Result<Floor> {
-    let seconds = (ms(wall_ns) / 1_000).saturating_sub(YEAR_2020_S);
-    let by_clock = u32::try_from(seconds).unwrap_or(u32::MAX - OPENINGS);
+    let seconds = ms(wall_ns) / 1_000;
     let spent = || Fault::new(Code::Invalid, "the cluster has used up its incarnations");
-    let by_dump = header.incarnation.max(known).0.checked_add(OPENINGS).ok_or_else(spent)?;
-    let fence = header.fence.0.checked_add(u64::from(OPENINGS)).ok_or_else(spent)?;
-    Ok(Floor {
-        fence: Fence(fence.max(seconds.saturating_mul(FENCES))),
-        incarnation: Incarnation(by_dump.max(by_clock)),
-        seq: trailer.seq,
-    })
+    let highest = header.incarnation.max(known).0;
+    let incarnation = match u32::try_from(seconds) {
+        Ok(seconds) if seconds > highest => seconds,
+        _ => highest.checked_add(OPENINGS).ok_or_else(spent)?,
+    };
+    let fence = match seconds.saturating_mul(FENCES) {
+        fence if fence > header.fence.0 => fence,
+        _ => header.fence.0.checked_add(u64::from(OPENINGS)).ok_or_else(spent)?,
+    };
+    Ok(Floor { fence: Fence(fence), incarnation: Incarnation(incarnation), seq: trailer.seq })
 }
 
 /// Fills an engine that was opened above [`floor`]; `told` hears how many bytes of the dump are done.
@@ -275,17 +275,14 @@ mod tests {
         };
         let now = 1_800_000_000;
         let first = at(&header, 0, now);
-        assert_eq!(first.incarnation, Incarnation(1_800_000_000 - 1_577_836_800));
-        assert_eq!((first.fence, first.seq), (Fence((1_800_000_000 - 1_577_836_800) << 20), Seq(55)));
+        assert_eq!(first.incarnation, Incarnation(1_800_000_000));
+        assert_eq!((first.fence, first.seq), (Fence(1_800_000_000 << 20), Seq(55)));
         // The same dump a second later is above the first load, whoever remembers that.
         assert!(at(&header, 0, now + 1).incarnation > first.incarnation);
         assert!(at(&header, 0, now + 1).fence > first.fence);
         // A clock that lost its battery is caught by the dump and by the servers.
         assert_eq!(at(&header, 0, -5).incarnation, Incarnation(7 + OPENINGS));
-        assert_eq!(
-            at(&header, first.incarnation.0 + 9, -5).incarnation.0,
-            first.incarnation.0 + 9 + OPENINGS
-        );
+        assert_eq!(at(&header, 1_800_000_009, now).incarnation.0, 1_800_000_009 + OPENINGS);
         assert_eq!(at(&header, 0, -5).fence, Fence(9 + u64::from(OPENINGS)));
         let last = Header { incarnation: Incarnation(u32::MAX), ..header };
         assert!(floor(&last, &trailer, Incarnation(0), 0).is_err());

@@ -2,25 +2,34 @@
 
 use std::fs::File;
 use std::io::BufReader;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use serde_json::json;
+use torchfs_engine::postgres::Standby;
 use torchfs_engine::{Embedded, dump};
 use torchfs_meta::dumps::restore::{self, Loaded};
 use torchfs_proto::Incarnation;
 use torchfs_proto::clock::{Clock, SystemClock};
 
 use crate::print;
+use crate::roles::DatabaseOptions;
 
-/// Fill an empty folder with the metadata of a dump
+/// An empty database is taken over after a lease term; one that somebody leads is not.
+const LEAD_MAX: Duration = Duration::from_secs(30);
+
+/// Fill an empty folder, or an empty database, with the metadata of a dump
 ///
 /// What happened after the dump is lost: stop the old service first, and never start it again. All sessions end, so every
 /// client mounts again. When the service runs on the new folder it has the data servers forget what was written after the
 /// dump; `torchfs fsck` names what was deleted since.
 ///
 ///   torchfs meta load /backup/meta.dump --dir /var/lib/torchfs/meta
+///
+/// With --engine the metadata goes into the database, and the folder is the replica of the server that will run there.
 #[derive(clap::Args)]
 pub struct Args {
     /// The dump
@@ -31,6 +40,9 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     dir: PathBuf,
 
+    #[command(flatten)]
+    database: DatabaseOptions,
+
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -38,7 +50,7 @@ pub struct Args {
 
 /// Checks the dump, then loads it.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let loaded = load(&args.file, &args.dir, Incarnation(0), args.json)?;
+    let loaded = load(&args.file, &args.dir, &args.database, Incarnation(0), args.json)?;
     if args.json {
         println!("{:#}", report(&loaded, &args.dir));
     } else {
@@ -47,8 +59,14 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Fills a folder; `known` is the highest incarnation that anybody knows of.
-pub fn load(file: &Path, dir: &Path, known: Incarnation, quiet: bool) -> anyhow::Result<Loaded> {
+/// Fills a folder or a database; `known` is the highest incarnation that anybody knows of.
+pub fn load(
+    file: &Path,
+    dir: &Path,
+    database: &DatabaseOptions,
+    known: Incarnation,
+    quiet: bool,
+) -> anyhow::Result<Loaded> {
     check_empty(dir)?;
     let open = || -> anyhow::Result<BufReader<File>> {
         let file = File::open(file)
@@ -67,12 +85,30 @@ pub fn load(file: &Path, dir: &Path, known: Incarnation, quiet: bool) -> anyhow:
         floor: Some(floor),
         ..torchfs_engine::Config::default()
     };
-    let engine = Embedded::open(dir, config)?;
+    let engine = match &database.engine {
+        None => Embedded::open(dir, config)?,
+        Some(_) => open_database(dir, database, config)?,
+    };
     let bar = print::progress("loading", bytes, quiet);
     let loaded = restore::load(&engine, open()?, wall_ns, |done| bar.set_position(done))?;
     engine.checkpoint()?;
     bar.finish_and_clear();
     Ok(loaded)
+}
+
+/// Opens an empty database as its leader.
+fn open_database(
+    dir: &Path,
+    database: &DatabaseOptions,
+    config: torchfs_engine::Config,
+) -> anyhow::Result<Embedded> {
+    let standby = Standby::open(dir, database.config("torchfs meta load", config)?)?;
+    let patience = Instant::now() + LEAD_MAX;
+    let engine = standby.run(&mut |_| match Instant::now() < patience {
+        true => ControlFlow::Continue(()),
+        false => ControlFlow::Break(()),
+    })?;
+    engine.context("a metadata server leads this database; stop it, and load into an empty database")
 }
 
 /// Refuses a folder that holds metadata.

@@ -16,6 +16,7 @@ use torchfs_proto::dump::DumpName;
 use torchfs_rpc::{Role, Secret};
 
 use super::load;
+use crate::roles::DatabaseOptions;
 use crate::{connect, print, roles};
 
 /// Bring the metadata back from the hourly dumps on the data servers
@@ -46,6 +47,9 @@ pub struct Args {
     /// Take this dump instead of the newest
     #[arg(long, value_name = "NAME", value_parser = dump_name)]
     dump: Option<DumpName>,
+
+    #[command(flatten)]
+    database: DatabaseOptions,
 
     /// Print one JSON object
     #[arg(long)]
@@ -92,7 +96,8 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         let name = fetch_newest(&servers, &places, args.dump, &file, args.json).await?;
         Ok((name, highest))
     });
-    let loaded = fetched.and_then(|(name, highest)| Ok((name, load::load(&file, &dir, highest, args.json)?)));
+    let loaded = fetched
+        .and_then(|(name, highest)| Ok((name, load::load(&file, &dir, &args.database, highest, args.json)?)));
     // Whatever came of it, the copy has done its work.
     let _ = std::fs::remove_file(&file);
     let (name, loaded) = loaded?;
