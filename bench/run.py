@@ -351,7 +351,8 @@ def show(report, names):
     c = report["conditions"]
     print(f"\n{c['when']}  commit {c['commit']}  {c['version']}  kernel {c['kernel']}  {c['cores']} cores  "
           f"{c['memory_gib']} GiB  disk {c['disk']}\n{c['servers']} data servers, {c['form']}; {c['rounds']} rounds, "
-          f"{'a tenth of the work' if c['quick'] else 'full size'}; medians (least-most); CPU of the whole machine\n")
+          f"{'a tenth of the work' if c['quick'] else 'full size'}; medians (least-most); CPU of the whole machine; "
+          f"load before: {c['load']}\n")
     head = ["work"] + [f"{n}" for n in names] + ["best peer, another day"]
     rows = []
     for line in report["lines"]:
@@ -397,7 +398,7 @@ def conditions(arguments, home):
         "kernel": platform.release(), "cores": os.cpu_count(), "memory_gib": round(memory), "disk": mounted,
         "python": platform.python_version(), "servers": arguments.servers, "rounds": arguments.rounds, "quick": arguments.quick,
         "form": "each role a process" if arguments.apart else "all roles in one process",
-        "peers": dict(arguments.peer), "cpu": "all CPUs of the machine, user and system",
+        "load": round(os.getloadavg()[0], 1), "peers": dict(arguments.peer), "cpu": "all CPUs of the machine, user and system",
     }
 
 
