@@ -18,8 +18,28 @@ pub struct Config {
     pub tick_ms: u32,
     /// Freed blocks wait this many lease terms before they are deleted.
     pub dead_terms: u32,
+    /// A data server is suspected when its last heartbeat is older.
+    pub server_suspect_ms: u32,
     /// A data server is down when its last heartbeat is older.
     pub server_timeout_ms: u32,
+    /// A server that is down for so long is out: its groups move to others.
+    pub out_after_ms: u32,
+    /// How often the placement is looked at: groups that should move.
+    pub reshape_ms: u32,
+    /// Groups that move at once to even out the servers.
+    pub rebalance_groups: usize,
+    /// Bytes per second that repair, moves and scrub take on each server; 0: no bound. Administrators may change it.
+    pub repair_rate: u64,
+    /// Blocks that repair looks at in one step.
+    pub repair_blocks: usize,
+    /// A group whose repair failed is tried again after this.
+    pub repair_retry_ms: u32,
+    /// One request to pull pieces, beside the time that its bytes take at the allowed rate.
+    pub pull_timeout_ms: u32,
+    /// Bytes of blocks in one such request.
+    pub pull_bytes: u64,
+    /// How far a scrub is, is written down so often.
+    pub scrub_save_ms: u32,
     /// One call to a data server.
     pub peer_timeout_ms: u32,
     /// Copies of new data; `None`: one on a single server, else two.
@@ -83,7 +103,17 @@ impl Default for Config {
             session_ms: 60_000,
             tick_ms: 50,
             dead_terms: 2,
+            server_suspect_ms: 3_000,
             server_timeout_ms: 10_000,
+            out_after_ms: 600_000,
+            reshape_ms: 1_000,
+            rebalance_groups: 8,
+            repair_rate: 128 << 20,
+            repair_blocks: 1_024,
+            repair_retry_ms: 30_000,
+            pull_timeout_ms: 60_000,
+            pull_bytes: 64 << 20,
+            scrub_save_ms: 10_000,
             peer_timeout_ms: 10_000,
             redundancy: None,
             groups: 64,

@@ -13,6 +13,7 @@ use std::ops::ControlFlow;
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, join_all};
+use torchfs_proto::layout::ServerState;
 use torchfs_proto::record::{Block, DeadBlock, DeadRange};
 use torchfs_proto::{BlockId, IdRange, Result, ServerId, VolumeId, key};
 
@@ -55,7 +56,7 @@ impl Meta {
         let (due, addrs) = {
             let state = self.state.lock();
             match self.due_blocks(&state, volume) {
-                Ok(due) => (due, addresses(&state)),
+                Ok(due) => (due, state.members.addresses()),
                 Err(fault) => {
                     tracing::warn!("the queue of dead blocks cannot be read: {fault}");
                     return 0;
@@ -124,7 +125,10 @@ impl Meta {
             }
             if let Some(id) = key::Parts::of(at).and_then(|parts| parts.block_at(8)) {
                 let substitutes = dead.substitutes.unwrap_or_default();
-                let holders = state.members.holders(id, dead.layout, &substitutes);
+                // Servers that are out are searched for what is left on them when they come back.
+                let table = &state.members.table;
+                let mut holders = table.holders(id, dead.layout, &substitutes);
+                holders.retain(|id| table.servers.get(id).is_some_and(|s| s.state != ServerState::Out));
                 due.push(Due { at: at.to_vec(), id, holders });
             }
             match due.len() >= self.config.delete_batch {
@@ -139,7 +143,9 @@ impl Meta {
     async fn collect_range(&self, volume: VolumeId, peers: &dyn BlockPeers) -> usize {
         let found = {
             let state = self.state.lock();
-            self.due_range(volume).map(|range| (range, addresses(&state), state.members.servers().len()))
+            let expected = state.members.table.servers.values().filter(|s| s.state != ServerState::Out);
+            let (expected, addrs) = (expected.count(), state.members.addresses());
+            self.due_range(volume).map(|range| (range, addrs, expected))
         };
         let (range, addrs, servers) = match found {
             Ok((Some(range), addrs, servers)) => (range, addrs, servers),
@@ -215,9 +221,4 @@ impl Meta {
         })?;
         Ok(named)
     }
-}
-
-/// Where the servers that are up listen.
-fn addresses(state: &State) -> BTreeMap<ServerId, String> {
-    state.members.servers().into_iter().filter(|s| s.up).map(|s| (s.id, s.addr)).collect()
 }

@@ -21,13 +21,16 @@ mod members;
 pub mod metrics;
 mod namespace;
 mod placement;
+pub mod repair;
 mod rests;
 pub mod server;
 mod service;
+mod table;
 mod upkeep;
 mod view;
 
 pub use config::Config;
 pub use deleter::BlockPeers;
 pub use error::Error;
+pub use repair::RepairPeers;
 pub use service::Meta;

@@ -1,246 +1,355 @@
-//! Members: the data servers, whether they are up, and the layouts over them.
+//! Members: the data servers, as their heartbeats tell of them, over the [`Table`] that is written down.
 //!
 //! A server is recognised by the number that its store drew when made, so it keeps its identity when it comes back under
-//! another address. When a server joins, a new layout over all servers is made for new blocks; old blocks keep theirs.
+//! another address. It is up while it is heard; suspected when a heartbeat is overdue; down when it is silent for longer, so that
+//! writers choose substitutes; and out when it is down for so long that its groups move to others.
 //!
 //! # Invariants
-//! - The placement's version rises with every change, durably.
-//! - Records change in the caller's batch; what is in memory follows when the batch is ordered.
+//! - Up, down and out are records; figures and suspicion are not.
+//! - A server that was down or out and comes back has its groups checked for missing pieces and itself for stale ones.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use torchfs_proto::layout::{Layout, Placement, Scheme, ServerInfo, ServerState};
-use torchfs_proto::msg::meta::Heartbeat;
-use torchfs_proto::record::{self, LayoutRecord};
-use torchfs_proto::{BlockId, ClusterId, Code, Fault, LayoutId, Result, ServerId, key};
+use torchfs_proto::attr::Time;
+use torchfs_proto::layout::{DiskInfo, Load, Placement, Scheme, ServerInfo, ServerState};
+use torchfs_proto::msg::block::SessionLoad;
+use torchfs_proto::msg::meta::{BAD_MAX, Heartbeat};
+use torchfs_proto::record::{self, ClusterCounters};
+use torchfs_proto::{ClusterId, Code, Fault, LayoutId, Result, Seq, ServerId};
 
-use crate::placement;
-use crate::view::View;
+use crate::table::Table;
+
+/// Most disks of one server.
+const DISKS_MAX: usize = 256;
+/// Most sessions in one heartbeat.
+const SESSIONS_MAX: usize = 65_536;
+/// Longest address, zone or path.
+const TEXT_MAX: usize = 4_096;
 
 /// The data servers and layouts.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Members {
-    servers: BTreeMap<ServerId, Member>,
-    layouts: BTreeMap<LayoutId, Layout>,
-    version: u64,
+    /// What is written down.
+    pub table: Table,
+    live: BTreeMap<ServerId, Live>,
+    /// When this service began: nobody was silent before that.
+    began: Instant,
 }
 
+/// What heartbeats told since the service started.
 #[derive(Clone, Debug)]
-struct Member {
-    record: record::Server,
-    /// The last heartbeat, or the start of this service.
+struct Live {
     heard: Instant,
-    up: bool,
+    reported: bool,
     total: u64,
     free: u64,
     used: u64,
     pieces: u64,
-}
-
-/// What a heartbeat or the passing of time changes.
-#[derive(Clone, Debug)]
-pub struct Change {
-    server: Member,
-    layout: Option<Layout>,
-    version: u64,
+    disks: Vec<DiskInfo>,
+    /// Since the server's start, and when that was told.
+    done: Load,
+    load: Load,
+    sessions: Vec<SessionLoad>,
 }
 
 impl Members {
-    /// Takes in what the store has; servers count as up until they are silent for too long.
-    pub fn load(view: &View<'_>, counters: &record::ClusterCounters, now: Instant) -> Result<Members> {
-        let mut members = Members { version: counters.placement, ..Members::default() };
-        let all = key::space(key::CLUSTER, key::Space::Server);
-        for (_, record) in view.list::<record::Server>(&all, usize::MAX)? {
-            let server = Member { heard: now, up: true, total: 0, free: 0, used: 0, pieces: 0, record };
-            members.servers.insert(server.record.id, server);
-        }
-        let all = key::space(key::CLUSTER, key::Space::Layout);
-        for (_, record) in view.list::<LayoutRecord>(&all, usize::MAX)? {
-            members.layouts.insert(record.layout.id, record.layout);
-        }
-        Ok(members)
+    /// Over a table that was loaded; servers count as heard until they are silent for too long.
+    pub fn new(table: Table, now: Instant) -> Members {
+        let live = table.servers.keys().map(|id| (*id, Live::silent(now))).collect();
+        Members { table, live, began: now }
     }
 
-    /// Decides on a heartbeat; the records it changes are written into the view. [`Members::apply`] it when ordered.
-    pub fn heard(
-        &self,
-        view: &mut View<'_>,
-        counters: &mut record::ClusterCounters,
-        cluster: ClusterId,
-        beat: &Heartbeat,
-        policy: (Option<Scheme>, u32),
-        now: Instant,
-    ) -> Result<Change> {
+    /// Whether this heartbeat makes sense.
+    pub fn check(&self, cluster: ClusterId, beat: &Heartbeat) -> Result<()> {
         if beat.cluster.0 != 0 && beat.cluster != cluster {
             let what = format!("the disk of {} belongs to another cluster", beat.addr);
             return Err(
                 Fault::new(Code::Denied, what).next("use an empty folder, or the cluster it belongs to")
             );
         }
-        let known = self.servers.values().find(|server| server.record.store == beat.store);
-        if let Some(other) = self.servers.get(&beat.server)
+        if let Some(other) = self.table.servers.get(&beat.server)
             && beat.server.0 != 0
-            && other.record.store != beat.store
+            && other.store != beat.store
         {
             let what = format!("data server {} is another store", beat.server);
             return Err(Fault::new(Code::Denied, what));
         }
-        let mut version = self.version;
-        let mut layout = None;
-        let record = match known {
-            Some(server) => {
-                record::Server { addr: beat.addr.clone(), zone: beat.zone.clone(), ..server.record.clone() }
-            }
-            None => {
-                let id = ServerId(counters.next_server.max(1));
-                counters.next_server = id.0 + 1;
-                let mut ids: Vec<ServerId> = self.servers.keys().copied().collect();
-                ids.push(id);
-                let next = LayoutId(counters.next_layout.max(1));
-                counters.next_layout = next.0 + 1;
-                let made = placement::layout(next, placement::scheme(policy.0, ids.len()), &ids, policy.1);
-                let record = LayoutRecord { born: view.born, layout: made.clone() };
-                view.put(key::layout(next), &record);
-                layout = Some(made);
-                record::Server {
-                    born: view.born,
-                    id,
-                    store: beat.store,
-                    addr: beat.addr.clone(),
-                    zone: beat.zone.clone(),
-                    state: ServerState::Up,
-                    draining: false,
-                    total: 0,
-                    disks: Vec::new(),
-                    down_since: None,
-                    reconcile: false,
-                }
-            }
-        };
-        let up = !beat.leaving;
-        if known.is_none_or(|known| known.record != record) {
-            view.put(key::server(record.id), &record);
+        let texts = beat.disks.iter().map(|disk| &disk.path).chain([&beat.addr, &beat.zone]);
+        if beat.disks.len() > DISKS_MAX
+            || beat.bad.len() > BAD_MAX
+            || beat.sessions.len() > SESSIONS_MAX
+            || texts.into_iter().any(|text| text.len() > TEXT_MAX)
+        {
+            return Err(Fault::new(Code::TooMany, format!("the heartbeat of {} tells too much", beat.addr)));
         }
-        if known.is_none_or(|known| known.record != record || known.up != up) {
-            version += 1;
-            counters.placement = version;
-            view.put(key::cluster_counters(), &*counters);
-        }
-        let (total, free, used, pieces) = (beat.total, beat.free, beat.used, beat.pieces);
-        let server = Member { record, heard: now, up, total, free, used, pieces };
-        Ok(Change { server, layout, version })
+        Ok(())
     }
 
-    /// A server that was silent for too long, with the change that says so.
+    /// The server's number, if it is known.
+    pub fn known(&self, beat: &Heartbeat) -> Option<ServerId> {
+        self.table.servers.values().find(|server| server.store == beat.store).map(|server| server.id)
+    }
+
+    /// The record that a heartbeat makes, if it differs.
+    pub fn changed(&self, beat: &Heartbeat, wall: Time) -> Option<record::Server> {
+        let known = self.known(beat).and_then(|id| self.table.servers.get(&id));
+        let mut record = known.cloned().unwrap_or_else(|| record::Server {
+            born: Seq(0),
+            id: ServerId(0),
+            store: beat.store,
+            addr: String::new(),
+            zone: String::new(),
+            state: ServerState::Up,
+            draining: false,
+            total: 0,
+            disks: Vec::new(),
+            down_since: None,
+            reconcile: beat.pieces > 0,
+        });
+        record.addr = beat.addr.clone();
+        record.zone = beat.zone.clone();
+        match beat.leaving {
+            true if record.state < ServerState::Down => {
+                (record.state, record.down_since) = (ServerState::Down, Some(wall));
+            }
+            true => {}
+            false => (record.state, record.down_since) = (ServerState::Up, None),
+        }
+        if !beat.disks.is_empty() {
+            record.disks = beat.disks.iter().filter(|disk| !disk.failed).map(|disk| disk.id).collect();
+            record.disks.sort_unstable();
+        }
+        // The weight is a figure that wobbles; only a change that matters is written down.
+        if beat.total > 0 && beat.total.abs_diff(record.total) > record.total / 64 {
+            record.total = beat.total;
+        }
+        (known != Some(&record)).then_some(record)
+    }
+
+    /// Edits the table as a heartbeat asks for.
+    pub fn edit(
+        table: &mut Table,
+        counters: &mut ClusterCounters,
+        born: Seq,
+        mut record: record::Server,
+    ) -> ServerId {
+        let Some(before) = table.servers.get(&record.id).cloned() else {
+            record.id = ServerId(counters.next_server.max(1));
+            record.born = born;
+            counters.next_server = record.id.0 + 1;
+            let id = record.id;
+            table.servers.insert(id, record);
+            table.widen(counters);
+            return id;
+        };
+        let id = record.id;
+        let returns = before.state >= ServerState::Down && record.state == ServerState::Up;
+        let lost_disk = before.disks.iter().any(|disk| !record.disks.contains(disk));
+        table.servers.insert(id, record);
+        if returns || lost_disk {
+            table.mark_server_dirty(id);
+        }
+        if returns {
+            table.mark_stale(id);
+            table.widen(counters);
+        }
+        id
+    }
+
+    /// Takes in a heartbeat's figures.
+    pub fn heard(&mut self, id: ServerId, beat: &Heartbeat, now: Instant) {
+        let before = self.live.entry(id).or_insert_with(|| Live::silent(now));
+        let elapsed_ms = now.saturating_duration_since(before.heard).as_millis().max(1) as u64;
+        let per_second = |is: u64, was: u64| is.saturating_sub(was) * 1_000 / elapsed_ms;
+        let known = before.reported;
+        let load = Load {
+            gets: per_second(beat.load.gets, before.done.gets),
+            puts: per_second(beat.load.puts, before.done.puts),
+            read_bytes: per_second(beat.load.read_bytes, before.done.read_bytes),
+            written_bytes: per_second(beat.load.written_bytes, before.done.written_bytes),
+            waiting: beat.load.waiting,
+        };
+        *before = Live {
+            heard: now,
+            // The first heartbeat of a new server comes before its store is open.
+            reported: before.reported || beat.total > 0,
+            total: beat.total,
+            free: beat.free,
+            used: beat.used,
+            pieces: beat.pieces,
+            disks: beat.disks.clone(),
+            done: beat.load,
+            load: if known { load } else { Load::default() },
+            sessions: beat.sessions.clone(),
+        };
+    }
+
+    /// Servers that time has made down or out: (server, what it is now).
     pub fn silent(
         &self,
-        view: &mut View<'_>,
-        counters: &mut record::ClusterCounters,
         timeout: Duration,
+        out_after: Duration,
+        wall_ms: i64,
         now: Instant,
-    ) -> Option<Change> {
-        let silent = self.servers.values().find(|server| server.up && now >= server.heard + timeout)?;
-        let version = self.version + 1;
-        counters.placement = version;
-        view.put(key::cluster_counters(), &*counters);
-        Some(Change { server: Member { up: false, ..silent.clone() }, layout: None, version })
+    ) -> Vec<(ServerId, ServerState)> {
+        let mut silent = Vec::new();
+        for server in self.table.servers.values() {
+            let heard = self.live.get(&server.id).map_or(self.began, |live| live.heard);
+            match server.state {
+                ServerState::Up | ServerState::Suspected if now >= heard + timeout => {
+                    silent.push((server.id, ServerState::Down));
+                }
+                ServerState::Down => {
+                    let since_ms = server.down_since.map_or(wall_ms, |since| since.secs * 1_000);
+                    let down_ms = wall_ms.saturating_sub(since_ms);
+                    let long = u128::from(down_ms.unsigned_abs()) >= out_after.as_millis() && down_ms >= 0;
+                    // After a start everybody gets the time again.
+                    if long && now >= self.began + out_after {
+                        silent.push((server.id, ServerState::Out));
+                    }
+                }
+                _ => {}
+            }
+        }
+        silent
     }
 
     /// Nobody could be heard until now: the time does not count.
     pub fn all_heard(&mut self, now: Instant) {
-        self.servers.values_mut().for_each(|server| server.heard = now);
+        self.began = now;
+        self.live.values_mut().for_each(|live| live.heard = now);
     }
 
-    /// The change was ordered.
-    pub fn apply(&mut self, change: Change) -> ServerId {
-        let id = change.server.record.id;
-        self.servers.insert(id, change.server);
-        self.version = change.version;
-        if let Some(layout) = change.layout {
-            self.layouts.insert(layout.id, layout);
-        }
-        id
+    /// When this service began to hear servers.
+    pub fn began(&self) -> Instant {
+        self.began
+    }
+
+    /// The servers as clients know them.
+    pub fn servers(&self) -> Vec<ServerInfo> {
+        self.table.servers.values().map(|server| self.info(server)).collect()
     }
 
     /// The table as clients get it.
     pub fn placement(&self) -> Placement {
         Placement {
-            version: self.version,
-            layouts: self.layouts.values().cloned().collect(),
+            version: self.table.version,
+            layouts: self.table.layouts.values().cloned().collect(),
             servers: self.servers(),
         }
     }
 
     /// The servers as people see them.
-    pub fn servers(&self) -> Vec<ServerInfo> {
-        let info = |server: &Member| ServerInfo {
-            id: server.record.id,
-            addr: server.record.addr.clone(),
-            up: server.up,
-            total: server.total,
-            free: server.free,
-            used: server.used,
-            pieces: server.pieces,
-            zone: server.record.zone.clone(),
-            state: if server.up { ServerState::Up } else { ServerState::Down },
-            ..ServerInfo::default()
+    pub fn report(
+        &self,
+        suspect: Duration,
+        to_repair: &BTreeMap<ServerId, u64>,
+        now: Instant,
+    ) -> Vec<ServerInfo> {
+        let info = |server: &record::Server| {
+            let mut info = self.info(server);
+            if let Some(live) = self.live.get(&server.id) {
+                info.disks = live.disks.clone();
+                info.load = if server.state < ServerState::Down { live.load } else { Load::default() };
+                if server.state == ServerState::Up && now >= live.heard + suspect {
+                    info.state = ServerState::Suspected;
+                }
+            }
+            info.to_repair = to_repair.get(&server.id).copied().unwrap_or(0);
+            info
         };
-        self.servers.values().map(info).collect()
+        self.table.servers.values().map(info).collect()
+    }
+
+    fn info(&self, server: &record::Server) -> ServerInfo {
+        let live = self.live.get(&server.id);
+        ServerInfo {
+            id: server.id,
+            addr: server.addr.clone(),
+            up: server.state < ServerState::Down,
+            total: live.map_or(0, |live| live.total).max(if live.is_some_and(|l| l.reported) {
+                0
+            } else {
+                server.total
+            }),
+            free: live.map_or(0, |live| live.free),
+            used: live.map_or(0, |live| live.used),
+            pieces: live.map_or(0, |live| live.pieces),
+            zone: server.zone.clone(),
+            state: server.state,
+            draining: server.draining,
+            groups: self.table.places(server.id),
+            ..ServerInfo::default()
+        }
+    }
+
+    /// Where the servers that are heard of listen.
+    pub fn addresses(&self) -> BTreeMap<ServerId, String> {
+        let up = self.table.servers.values().filter(|server| server.state < ServerState::Down);
+        up.map(|server| (server.id, server.addr.clone())).collect()
+    }
+
+    /// What sessions did at each server, as last told.
+    pub fn session_loads(&self) -> impl Iterator<Item = &SessionLoad> {
+        self.live.values().flat_map(|live| &live.sessions)
     }
 
     /// The version of each group of each layout.
     pub fn group_versions(&self) -> Vec<(LayoutId, Vec<u32>)> {
-        let versions = |layout: &Layout| layout.groups.iter().map(|group| group.version).collect();
-        self.layouts.values().map(|layout| (layout.id, versions(layout))).collect()
+        let layouts = self.table.layouts.values();
+        layouts.map(|layout| (layout.id, layout.groups.iter().map(|group| group.version).collect())).collect()
     }
 
     /// The version of the table.
     pub fn version(&self) -> u64 {
-        self.version
+        self.table.version
     }
 
-    /// The layout for new blocks; 0 before any server has joined.
-    pub fn newest(&self) -> LayoutId {
-        self.layouts.keys().next_back().copied().unwrap_or_default()
+    /// Pieces that servers reported to hold, in all.
+    pub fn pieces(&self) -> u64 {
+        self.live.values().map(|live| live.pieces).sum()
     }
 
-    /// The redundancy of new blocks.
-    pub fn scheme(&self) -> Scheme {
-        self.layouts.values().next_back().map_or(Scheme::Replicas(1), |layout| layout.scheme)
-    }
-
-    /// (total, free) bytes of content that the servers have room for, redundancy taken off; as far as they reported.
-    pub fn room(&self) -> (u64, u64) {
-        let up = || self.servers.values().filter(|server| server.up);
-        let (total, free) = (up().map(|s| s.total).sum::<u64>(), up().map(|s| s.free).sum::<u64>());
-        match self.scheme() {
-            Scheme::Replicas(n) => (total / u64::from(n.max(1)), free / u64::from(n.max(1))),
-            Scheme::Ec { data, parity } => {
-                let (data, width) = (u128::from(data), u128::from(data) + u128::from(parity));
-                let off = |bytes: u64| (u128::from(bytes) * data / width.max(1)) as u64;
-                (off(total), off(free))
-            }
-        }
+    /// (total, free) bytes of content under this scheme that the servers have room for; as far as they reported.
+    pub fn room(&self, scheme: Scheme) -> (u64, u64) {
+        let takes = |server: &&record::Server| server.state < ServerState::Down && !server.draining;
+        let live =
+            || self.table.servers.values().filter(takes).filter_map(|server| self.live.get(&server.id));
+        let (total, free) = (live().map(|s| s.total).sum::<u64>(), live().map(|s| s.free).sum::<u64>());
+        let (data, width) = match scheme {
+            Scheme::Replicas(n) => (1, u128::from(n.max(1))),
+            Scheme::Ec { data, parity } => (u128::from(data), u128::from(data) + u128::from(parity)),
+        };
+        let off = |bytes: u64| (u128::from(bytes) * data / width.max(1)) as u64;
+        (off(total), off(free))
     }
 
     /// Whether every server that counts as up has said what room it has since this service started.
     pub fn all_reported(&self) -> bool {
-        self.servers.values().all(|server| !server.up || server.total > 0)
+        let up = |server: &&record::Server| server.state < ServerState::Down;
+        self.table.servers.values().filter(up).all(|s| self.live.get(&s.id).is_some_and(|live| live.reported))
     }
 
-    /// Every server that may hold a piece of this block.
-    pub fn holders(&self, id: BlockId, layout: LayoutId, substitutes: &[(u8, ServerId)]) -> Vec<ServerId> {
-        let mut holders: Vec<ServerId> = substitutes.iter().map(|(_, server)| *server).collect();
-        if let Some(layout) = self.layouts.get(&layout)
-            && let Some(group) = layout.groups.get(layout.group_of(id))
-        {
-            holders.extend(&group.servers);
-            holders.extend(&group.moving_to);
+    /// The server is forgotten.
+    pub fn forget(&mut self, server: ServerId) {
+        self.live.remove(&server);
+    }
+}
+
+impl Live {
+    fn silent(now: Instant) -> Live {
+        Live {
+            heard: now,
+            reported: false,
+            total: 0,
+            free: 0,
+            used: 0,
+            pieces: 0,
+            disks: Vec::new(),
+            done: Load::default(),
+            load: Load::default(),
+            sessions: Vec::new(),
         }
-        holders.sort_unstable();
-        holders.dedup();
-        holders.retain(|server| self.servers.contains_key(server));
-        holders
     }
 }

@@ -10,6 +10,10 @@ const RECALLS: &str = "torchfs_meta_recalls_total";
 const WAITED: &str = "torchfs_meta_waited_durable_total";
 /// Blocks deleted from data servers.
 const DELETED: &str = "torchfs_meta_blocks_deleted_total";
+/// Pieces that repair had stored.
+const REPAIRED: &str = "torchfs_meta_pieces_repaired_total";
+/// Bytes of these.
+const REPAIRED_BYTES: &str = "torchfs_meta_repaired_bytes_total";
 /// Sessions there are.
 const SESSIONS: &str = "torchfs_meta_sessions";
 /// Work left for the upkeep.
@@ -34,6 +38,8 @@ pub fn describe() {
     metrics::describe_counter!(DUMP_FAILURES, "Dumps that came to nothing");
     metrics::describe_gauge!(DUMP_BYTES, "Bytes of the newest dump");
     metrics::describe_gauge!(DUMP_AGE, "Seconds since the newest dump was begun");
+    metrics::describe_counter!(REPAIRED, "Pieces that repair had stored");
+    metrics::describe_counter!(REPAIRED_BYTES, metrics::Unit::Bytes, "Bytes that repair had stored");
     metrics::describe_gauge!(SESSIONS, "Sessions");
     metrics::describe_gauge!(CHORES, "Pieces of work left for the upkeep");
 }
@@ -52,6 +58,11 @@ pub(crate) fn waited_durable() {
 
 pub(crate) fn deleted(blocks: u64) {
     metrics::counter!(DELETED).increment(blocks);
+}
+
+pub(crate) fn repaired(pieces: u64, bytes: u64) {
+    metrics::counter!(REPAIRED).increment(pieces);
+    metrics::counter!(REPAIRED_BYTES).increment(bytes);
 }
 
 pub(crate) fn upkeep(sessions: usize, chores: usize) {

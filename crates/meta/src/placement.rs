@@ -1,10 +1,29 @@
-//! Placement: which servers hold which group of a new layout. Pure.
+//! Placement: which servers hold which group. Pure.
+//!
+//! Every server gets a share of the places in proportion to its capacity, and each group has its pieces in as many zones as
+//! it can. A change of servers moves as few groups as it takes: places of servers that go are filled by others, and
+//! balancing moves single places from those with too many to those with too few.
 //!
 //! # Invariants
-//! - The table follows from its arguments alone and is written down once made; no hash takes part.
+//! - The table follows from its arguments alone, in whole numbers, and is written down once made; no hash takes part.
+//! - A server has at most one piece of a group.
+//! - A place for which there is nobody stays as it is.
 
-use torchfs_proto::layout::{Group, Layout, Scheme};
-use torchfs_proto::{LayoutId, ServerId};
+use torchfs_proto::ServerId;
+use torchfs_proto::layout::Scheme;
+
+/// A server that groups may be on.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Candidate {
+    /// Its number.
+    pub id: ServerId,
+    /// Its failure domain.
+    pub zone: String,
+    /// Its capacity; 0 counts as the smallest that is known.
+    pub weight: u64,
+    /// It may get places that it does not have.
+    pub open: bool,
+}
 
 /// The redundancy of new data: what was asked for, as far as there are servers for it.
 pub fn scheme(asked: Option<Scheme>, servers: usize) -> Scheme {
@@ -18,24 +37,269 @@ pub fn scheme(asked: Option<Scheme>, servers: usize) -> Scheme {
     }
 }
 
-/// A layout over these servers: group after group begins one server further, so consecutive blocks fall on different
-/// servers, and every server gets the same share.
-pub fn layout(id: LayoutId, scheme: Scheme, servers: &[ServerId], groups: u32) -> Layout {
-    let group = |g: usize| Group {
-        version: 1,
-        servers: (0..scheme.width()).map(|piece| servers[(g + piece) % servers.len()]).collect(),
-        ..Group::default()
-    };
-    let groups =
-        if servers.is_empty() { Vec::new() } else { (0..groups.max(1) as usize).map(group).collect() };
-    Layout { id, scheme, groups, asked: None, replaced_by: None }
+/// The groups of a new layout. Consecutive groups begin on different servers, so that one file streams from all.
+pub fn fresh(width: usize, groups: usize, candidates: &[Candidate]) -> Vec<Vec<ServerId>> {
+    let open: Vec<Candidate> = candidates.iter().filter(|candidate| candidate.open).cloned().collect();
+    if open.is_empty() {
+        return Vec::new();
+    }
+    let weights = weights(&open);
+    let mut used = vec![0u64; open.len()];
+    let mut together = Together::new(open.len());
+    let mut at = vec![vec![0u64; open.len()]; width];
+    let mut table = Vec::with_capacity(groups);
+    for group in 0..groups {
+        let mut members: Vec<usize> = Vec::with_capacity(width);
+        for piece in 0..width {
+            let turn = |index: usize| (index + open.len() - (group + piece) % open.len()) % open.len();
+            let best = (0..open.len()).filter(|index| !members.contains(index)).min_by_key(|&index| {
+                let zone = in_zone(&open, &members, index);
+                (zone, due(used[index], weights[index]), together.with(&members, index), turn(index))
+            });
+            if let Some(best) = best {
+                used[best] += 1;
+                members.push(best);
+            }
+        }
+        together.add(&members);
+        let mut ordered = Vec::with_capacity(members.len());
+        for (piece, counts) in at.iter_mut().enumerate().take(members.len()) {
+            let turn = |index: usize| (index + open.len() - (group + piece) % open.len()) % open.len();
+            let first = members
+                .iter()
+                .enumerate()
+                .min_by_key(|&(_, &index)| (due(counts[index], weights[index]), turn(index)))
+                .map(|(place, _)| place);
+            if let Some(place) = first {
+                let index = members.swap_remove(place);
+                counts[index] += 1;
+                ordered.push(open[index].id);
+            }
+        }
+        table.push(ordered);
+    }
+    table
 }
 
-/// A scheme for people.
-pub fn shown(scheme: Scheme) -> String {
-    match scheme {
-        Scheme::Replicas(n) => format!("replicas:{n}"),
-        Scheme::Ec { data, parity } => format!("ec:{data}+{parity}"),
+/// The same groups without servers that are no candidates: each of their places goes to a server that is open, in a
+/// zone that the group has least, and that is furthest below its share.
+pub fn replace(table: &[Vec<ServerId>], candidates: &[Candidate]) -> Vec<Vec<ServerId>> {
+    let weights = weights(candidates);
+    let place_of = |id: &ServerId| candidates.iter().position(|candidate| candidate.id == *id);
+    let mut used = counts(table, candidates);
+    let mut together = Together::new(candidates.len());
+    for group in table {
+        together.add(&group.iter().filter_map(place_of).collect::<Vec<_>>());
+    }
+    let mut table = table.to_vec();
+    for group in &mut table {
+        for piece in 0..group.len() {
+            if place_of(&group[piece]).is_some() {
+                continue;
+            }
+            let members: Vec<usize> = group.iter().filter_map(place_of).collect();
+            let open = |index: &usize| candidates[*index].open && !members.contains(index);
+            let best = (0..candidates.len()).filter(open).min_by_key(|&index| {
+                let zone = in_zone(candidates, &members, index);
+                (zone, due(used[index], weights[index]), together.with(&members, index), index)
+            });
+            if let Some(best) = best {
+                used[best] += 1;
+                group[piece] = candidates[best].id;
+                together.pair(&members, best);
+            }
+        }
+    }
+    table
+}
+
+/// The same groups, closer to everybody's share: at most `moves` of them change, one place each. Servers may have up to a
+/// `slack`-th more than their share (0: exactly their share). `fixed` groups stay.
+pub fn balance(
+    table: &[Vec<ServerId>],
+    candidates: &[Candidate],
+    moves: usize,
+    slack: u64,
+    fixed: &dyn Fn(usize) -> bool,
+) -> Vec<Vec<ServerId>> {
+    let width = table.first().map_or(0, Vec::len);
+    let shares = shares(width * table.len(), table.len(), candidates);
+    let place_of = |id: &ServerId| candidates.iter().position(|candidate| candidate.id == *id);
+    let mut used = counts(table, candidates);
+    let mut table = table.to_vec();
+    let mut moved = vec![false; table.len()];
+    for _ in 0..moves {
+        let found = better_zone(&table, candidates, &used, &shares, &|group| moved[group] || fixed(group))
+            .or_else(|| {
+                better_share(&table, candidates, &used, &shares, slack, &|group| moved[group] || fixed(group))
+            });
+        let Some((group, piece, to)) = found else { break };
+        if let Some(from) = place_of(&table[group][piece]) {
+            used[from] = used[from].saturating_sub(1);
+        }
+        used[to] += 1;
+        table[group][piece] = candidates[to].id;
+        moved[group] = true;
+    }
+    table
+}
+
+/// A place that can move into a zone that its group has less.
+fn better_zone(
+    table: &[Vec<ServerId>],
+    candidates: &[Candidate],
+    used: &[u64],
+    shares: &[u64],
+    fixed: &dyn Fn(usize) -> bool,
+) -> Option<(usize, usize, usize)> {
+    for (number, group) in table.iter().enumerate().filter(|(number, _)| !fixed(*number)) {
+        for piece in 0..group.len() {
+            let Some(from) = candidates.iter().position(|c| c.id == group[piece]) else { continue };
+            let others = others(group, piece, candidates);
+            let crowd = in_zone(candidates, &others, from);
+            let to = (0..candidates.len())
+                .filter(|to| candidates[*to].open && !others.contains(to) && *to != from)
+                .filter(|to| in_zone(candidates, &others, *to) < crowd && shares[*to] > 0)
+                .min_by_key(|&to| (in_zone(candidates, &others, to), due(used[to], shares[to]), to));
+            if let Some(to) = to {
+                return Some((number, piece, to));
+            }
+        }
+    }
+    None
+}
+
+/// A place of the server that is furthest above its share, for the one that is furthest below.
+fn better_share(
+    table: &[Vec<ServerId>],
+    candidates: &[Candidate],
+    used: &[u64],
+    shares: &[u64],
+    slack: u64,
+    fixed: &dyn Fn(usize) -> bool,
+) -> Option<(usize, usize, usize)> {
+    let allowed = |index: usize| shares[index] + shares[index].checked_div(slack).unwrap_or(0);
+    let wanting = |index: usize| shares[index] - shares[index].checked_div(slack).unwrap_or(0);
+    let mut rich: Vec<usize> = (0..candidates.len()).filter(|&i| used[i] > shares[i]).collect();
+    let mut poor: Vec<usize> =
+        (0..candidates.len()).filter(|&i| candidates[i].open && used[i] < shares[i]).collect();
+    if !rich.iter().any(|&i| used[i] > allowed(i)) && !poor.iter().any(|&i| used[i] < wanting(i)) {
+        return None;
+    }
+    rich.sort_by_key(|&i| (std::cmp::Reverse(used[i] - shares[i]), i));
+    poor.sort_by_key(|&i| (std::cmp::Reverse(shares[i] - used[i]), i));
+    let place_of = |id: &ServerId| candidates.iter().position(|candidate| candidate.id == *id);
+    let mut together = Together::new(candidates.len());
+    for group in table {
+        together.add(&group.iter().filter_map(place_of).collect::<Vec<_>>());
+    }
+    for &from in &rich {
+        for &to in &poor {
+            let groups = table.iter().enumerate().filter(|(number, _)| !fixed(*number));
+            let best = groups.filter_map(|(number, group)| {
+                let piece = group.iter().position(|id| *id == candidates[from].id)?;
+                let others = others(group, piece, candidates);
+                let zone = in_zone(candidates, &others, to) <= in_zone(candidates, &others, from);
+                (!others.contains(&to) && zone).then(|| (together.with(&others, to), number, piece))
+            });
+            if let Some((_, number, piece)) = best.min() {
+                return Some((number, piece, to));
+            }
+        }
+    }
+    None
+}
+
+/// How often two servers share a group: partners are spread, so that all others help to repair a loss.
+struct Together(Vec<Vec<u64>>);
+
+impl Together {
+    fn new(servers: usize) -> Together {
+        Together(vec![vec![0; servers]; servers])
+    }
+
+    fn with(&self, members: &[usize], index: usize) -> u64 {
+        members.iter().map(|member| self.0[*member][index]).sum()
+    }
+
+    fn pair(&mut self, members: &[usize], index: usize) {
+        for member in members {
+            self.0[*member][index] += 1;
+            self.0[index][*member] += 1;
+        }
+    }
+
+    fn add(&mut self, members: &[usize]) {
+        for (count, index) in members.iter().enumerate() {
+            self.pair(&members[..count], *index);
+        }
+    }
+}
+
+/// The members of a group beside this piece.
+fn others(group: &[ServerId], piece: usize, candidates: &[Candidate]) -> Vec<usize> {
+    let beside = group.iter().enumerate().filter(|(other, _)| *other != piece);
+    beside.filter_map(|(_, id)| candidates.iter().position(|candidate| candidate.id == *id)).collect()
+}
+
+/// How many of these members are in the zone of that candidate.
+fn in_zone(candidates: &[Candidate], members: &[usize], index: usize) -> usize {
+    members.iter().filter(|member| candidates[**member].zone == candidates[index].zone).count()
+}
+
+/// Who is due first: the places held, and one more, against the weight.
+fn due(used: u64, weight: u64) -> u128 {
+    (u128::from(used) + 1) * (1 << 40) / u128::from(weight.max(1))
+}
+
+fn weights(candidates: &[Candidate]) -> Vec<u64> {
+    let known = candidates.iter().map(|candidate| candidate.weight).filter(|weight| *weight > 0).min();
+    candidates
+        .iter()
+        .map(|candidate| if candidate.weight > 0 { candidate.weight } else { known.unwrap_or(1) })
+        .collect()
+}
+
+fn counts(table: &[Vec<ServerId>], candidates: &[Candidate]) -> Vec<u64> {
+    let count =
+        |candidate: &Candidate| table.iter().flatten().filter(|id| **id == candidate.id).count() as u64;
+    candidates.iter().map(count).collect()
+}
+
+/// How many of these places each server should have: in proportion to its weight, at most one in each group.
+fn shares(places: usize, groups: usize, candidates: &[Candidate]) -> Vec<u64> {
+    let weights = weights(candidates);
+    let most = groups as u64;
+    let mut shares = vec![0u64; candidates.len()];
+    let mut left = places as u64;
+    let mut open: Vec<usize> = (0..candidates.len()).collect();
+    loop {
+        let sum: u128 = open.iter().map(|i| u128::from(weights[*i])).sum();
+        let over = open
+            .iter()
+            .position(|i| sum > 0 && u128::from(left) * u128::from(weights[*i]) >= u128::from(most) * sum);
+        match over {
+            Some(at) => {
+                let index = open.remove(at);
+                shares[index] = most.min(left);
+                left -= shares[index];
+            }
+            None => {
+                let mut rests: Vec<(u128, usize)> = Vec::new();
+                let mut given = 0;
+                for &index in &open {
+                    let exact = u128::from(left) * u128::from(weights[index]);
+                    shares[index] = exact.checked_div(sum).unwrap_or(0) as u64;
+                    given += shares[index];
+                    rests.push((exact.checked_rem(sum).unwrap_or(0), index));
+                }
+                rests.sort_by_key(|(rest, index)| (std::cmp::Reverse(*rest), *index));
+                for (_, index) in rests.into_iter().take(left.saturating_sub(given) as usize) {
+                    shares[index] += 1;
+                }
+                return shares;
+            }
+        }
     }
 }
 
@@ -43,16 +307,89 @@ pub fn shown(scheme: Scheme) -> String {
 mod tests {
     use super::*;
 
+    fn servers(zones: &[(&str, u64)]) -> Vec<Candidate> {
+        let server = |(index, (zone, weight)): (usize, &(&str, u64))| Candidate {
+            id: ServerId(index as u32 + 1),
+            zone: zone.to_string(),
+            weight: *weight,
+            open: true,
+        };
+        zones.iter().enumerate().map(server).collect()
+    }
+
+    fn numbers(table: &[Vec<ServerId>]) -> Vec<Vec<u32>> {
+        table.iter().map(|group| group.iter().map(|id| id.0).collect()).collect()
+    }
+
+    fn free(_: usize) -> bool {
+        false
+    }
+
     #[test]
     fn the_table_is_this_one_forever() {
-        let servers: Vec<ServerId> = (1..=3).map(ServerId).collect();
-        let made = layout(LayoutId(4), Scheme::Replicas(2), &servers, 5);
-        let table: Vec<Vec<u32>> =
-            made.groups.iter().map(|group| group.servers.iter().map(|s| s.0).collect()).collect();
-        assert_eq!(table, [[1, 2], [2, 3], [3, 1], [1, 2], [2, 3]]);
-        let golden = "83048200810285840182010280f4840182020380f4840182030180f4840182010280f4840182020380f4";
-        let bytes: String = torchfs_proto::msg::encode(&made).iter().map(|b| format!("{b:02x}")).collect();
-        assert_eq!(bytes, golden);
+        let equal = servers(&[("", 8), ("", 8), ("", 8)]);
+        assert_eq!(numbers(&fresh(2, 6, &equal)), [[1, 2], [3, 1], [2, 3], [1, 2], [3, 1], [2, 3]]);
+        let zoned = servers(&[("a", 1), ("a", 1), ("b", 1), ("c", 1)]);
+        assert_eq!(
+            numbers(&fresh(3, 4, &zoned)),
+            [[1, 3, 4], [2, 4, 3], [3, 1, 4], [4, 2, 3]],
+            "each group is in all three zones"
+        );
+        let heavy = servers(&[("", 10), ("", 10), ("", 20)]);
+        assert_eq!(numbers(&fresh(1, 8, &heavy)), [[3], [2], [3], [1], [3], [3], [1], [2]]);
+        let without = servers(&[("", 8), ("", 8), ("", 8), ("", 8)])[..3].to_vec();
+        let before = fresh(2, 4, &servers(&[("", 8), ("", 8), ("", 8), ("", 8)]));
+        assert_eq!(numbers(&before), [[1, 2], [3, 4], [3, 1], [4, 2]]);
+        assert_eq!(numbers(&replace(&before, &without)), [[1, 2], [3, 2], [3, 1], [1, 2]]);
+    }
+
+    #[test]
+    fn shares_follow_capacity_and_never_exceed_one_place_in_each_group() {
+        assert_eq!(shares(12, 6, &servers(&[("", 1), ("", 1), ("", 1)])), [4, 4, 4]);
+        assert_eq!(shares(128, 64, &servers(&[("", 1), ("", 1), ("", 1)])), [43, 43, 42]);
+        assert_eq!(shares(8, 4, &servers(&[("", 100), ("", 1), ("", 1)])), [4, 2, 2]);
+        assert_eq!(shares(6, 2, &servers(&[("", 1), ("", 1)])), [2, 2]);
+        assert_eq!(shares(4, 4, &servers(&[("", 0), ("", 0)])), [2, 2]);
+    }
+
+    #[test]
+    fn balancing_moves_just_enough_to_a_new_server_and_then_rests() {
+        let two = servers(&[("", 8), ("", 8)]);
+        let three = servers(&[("", 8), ("", 8), ("", 8)]);
+        let before = fresh(2, 12, &two);
+        let after = balance(&before, &three, usize::MAX, 0, &free);
+        let moved = before.iter().zip(&after).filter(|(a, b)| a != b).count();
+        assert_eq!((moved, counts(&after, &three)), (8, vec![8, 8, 8]));
+        assert_eq!(balance(&after, &three, usize::MAX, 0, &free), after);
+        let few = balance(&before, &three, 3, 0, &free);
+        assert_eq!(before.iter().zip(&few).filter(|(a, b)| a != b).count(), 3);
+    }
+
+    #[test]
+    fn balancing_gives_each_group_as_many_zones_as_there_are() {
+        let one = servers(&[("a", 8), ("a", 8), ("b", 0)])[..2].to_vec();
+        let zoned = servers(&[("a", 8), ("a", 8), ("b", 8)]);
+        let after = balance(&fresh(2, 8, &one), &zoned, usize::MAX, 0, &free);
+        assert!(after.iter().all(|group| group.contains(&ServerId(3))), "{after:?}");
+        assert_eq!(balance(&after, &zoned, usize::MAX, 0, &free), after);
+    }
+
+    #[test]
+    fn small_differences_move_nothing_by_themselves() {
+        let even = servers(&[("", 100), ("", 100), ("", 100)]);
+        let table = fresh(2, 60, &even);
+        let odd = servers(&[("", 100), ("", 98), ("", 101)]);
+        assert_eq!(balance(&table, &odd, usize::MAX, 20, &free), table);
+    }
+
+    #[test]
+    fn a_place_without_a_successor_stays() {
+        let two = servers(&[("", 8), ("", 8)]);
+        let table = fresh(2, 2, &two);
+        assert_eq!(replace(&table, &two[..1]), table);
+        let closed: Vec<Candidate> =
+            two.iter().map(|c| Candidate { open: c.id.0 == 1, ..c.clone() }).collect();
+        assert_eq!(replace(&[vec![ServerId(9), ServerId(2)]], &closed), [[ServerId(1), ServerId(2)]]);
     }
 
     #[test]

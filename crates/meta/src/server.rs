@@ -6,11 +6,13 @@ use std::thread;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
+use torchfs_proto::msg::block::PullItem;
 use torchfs_proto::msg::{self, meta};
 use torchfs_proto::{BlockId, Code, Fault, IdRange, Result};
 use torchfs_rpc::{Answer, Answering, Peer, Request, Service};
 
 use crate::deleter::BlockPeers;
+use crate::repair::{Asking, Listed, PieceAt, Pulled, RepairPeers, ScrubPart, Scrubbed};
 use crate::service::Meta;
 
 impl Service for Meta {
@@ -41,18 +43,53 @@ impl BlockPeers for torchfs_client::Peers {
     }
 }
 
-/// What runs beside the requests: a thread for what time brings, a task that has dead blocks deleted. Dropping it stops and
-/// joins the thread.
+impl RepairPeers for torchfs_client::Peers {
+    fn missing<'a>(&'a self, addr: &'a str, pieces: Vec<PieceAt>) -> Asking<'a, Vec<PieceAt>> {
+        Box::pin(torchfs_client::Peers::missing(self, addr, pieces))
+    }
+
+    fn pull<'a>(
+        &'a self,
+        addr: &'a str,
+        items: Vec<PullItem>,
+        rate: u64,
+        limit: Duration,
+    ) -> Asking<'a, Pulled> {
+        Box::pin(async move {
+            let (failed, bytes) = torchfs_client::Peers::pull(self, addr, items, rate, limit).await?;
+            Ok(Pulled { failed, bytes })
+        })
+    }
+
+    fn forget<'a>(&'a self, addr: &'a str, pieces: Vec<PieceAt>) -> Asking<'a, ()> {
+        Box::pin(torchfs_client::Peers::forget(self, addr, pieces))
+    }
+
+    fn list<'a>(&'a self, addr: &'a str, after: Option<PieceAt>, limit: u32) -> Asking<'a, Listed> {
+        Box::pin(torchfs_client::Peers::list(self, addr, after, limit))
+    }
+
+    fn scrub<'a>(&'a self, addr: &'a str, part: ScrubPart, limit: Duration) -> Asking<'a, Scrubbed> {
+        Box::pin(async move {
+            let ScrubPart { after, pieces, rate } = part;
+            let part = torchfs_client::Peers::scrub(self, addr, after, pieces, rate, limit).await?;
+            Ok(Scrubbed { bad: part.bad, after: part.after, pieces: part.pieces, bytes: part.bytes })
+        })
+    }
+}
+
+/// What runs beside the requests: a thread for what time brings, and tasks that have dead blocks deleted, missing pieces
+/// pulled, and stored ones checked. Dropping it stops them and joins the thread.
 pub struct Background {
     meta: Arc<Meta>,
     stop: Arc<AtomicBool>,
     thread: Option<thread::JoinHandle<()>>,
-    deleter: tokio::task::JoinHandle<()>,
+    tasks: [tokio::task::JoinHandle<()>; 3],
 }
 
 impl Background {
-    /// Starts both; needs a runtime around it.
-    pub fn start(meta: Arc<Meta>, peers: Arc<dyn BlockPeers>) -> Result<Background> {
+    /// Starts them; needs a runtime around it.
+    pub fn start(meta: Arc<Meta>, peers: Arc<dyn RepairPeers>) -> Result<Background> {
         let stop = Arc::new(AtomicBool::new(false));
         let every = Duration::from_millis(u64::from(meta.config().tick_ms.max(1)));
         let (ticking, stopped) = (meta.clone(), stop.clone());
@@ -65,6 +102,20 @@ impl Background {
                 }
             })
             .map_err(|e| Fault::new(Code::Internal, format!("cannot start the upkeep thread: {e}")))?;
+        let (scrubbing, reading) = (meta.clone(), peers.clone());
+        let scrub = tokio::spawn(async move {
+            loop {
+                let ran = scrubbing.scrub(&*reading).await;
+                tokio::time::sleep(if ran { every } else { every * 10 }).await;
+            }
+        });
+        let (repairing, pulling) = (meta.clone(), peers.clone());
+        let repair = tokio::spawn(async move {
+            loop {
+                let did = repairing.repair(&*pulling).await;
+                tokio::time::sleep(if did { every / 10 } else { every * 4 }).await;
+            }
+        });
         let deleting = meta.clone();
         let deleter = tokio::spawn(async move {
             loop {
@@ -73,14 +124,14 @@ impl Background {
                 tokio::time::sleep(pause).await;
             }
         });
-        Ok(Background { meta, stop, thread: Some(thread), deleter })
+        Ok(Background { meta, stop, thread: Some(thread), tasks: [deleter, repair, scrub] })
     }
 }
 
 impl Drop for Background {
     fn drop(&mut self) {
         self.meta.stop();
-        self.deleter.abort();
+        self.tasks.iter().for_each(tokio::task::JoinHandle::abort);
         self.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();

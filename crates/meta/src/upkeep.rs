@@ -4,7 +4,7 @@
 //! - One piece of work is one batch under one short hold of the lock; requests go in between.
 //! - Whatever is left undone is found again after a restart.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use torchfs_proto::record::Orphan;
 use torchfs_proto::{Ino, Result, SessionId, key};
@@ -37,7 +37,7 @@ impl Meta {
                 state.members.all_heard(now);
             }
             self.end_silent_sessions(state, now);
-            self.mark_silent_servers(state, now);
+            self.watch_servers(state, now);
             metrics::upkeep(state.sessions.len(), state.chores.len());
         }
         self.run_chores(64);
@@ -80,27 +80,11 @@ impl Meta {
         }
     }
 
-    fn mark_silent_servers(&self, state: &mut State, now: Instant) {
-        let timeout = Duration::from_millis(u64::from(self.config.server_timeout_ms));
-        loop {
-            let mut view = self.view(key::CLUSTER);
-            let mut counters = state.cluster.clone();
-            let Some(change) = state.members.silent(&mut view, &mut counters, timeout, now) else { return };
-            view.frees = true;
-            if let Err(fault) = self.order(state, view, now) {
-                tracing::warn!("a silent server cannot be noted: {fault}");
-                return;
-            }
-            state.cluster = counters;
-            let server = state.members.apply(change);
-            tracing::warn!(server = server.0, "a data server is silent and counts as down");
-        }
-    }
-
     /// One piece of work; answers what is left of it.
     fn chore(&self, state: &mut State, chore: Chore) -> Result<Option<Chore>> {
         let now = self.clock.now();
         match chore {
+            Chore::Empty(volume) => Ok(self.empty_volume(state, volume)?.then_some(chore)),
             Chore::Reap(node) => {
                 let mut view = self.view(node.0);
                 let done = namespace::remove_orphan(&mut view, node.1, self.config.trim_extents)?;

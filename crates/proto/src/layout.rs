@@ -10,6 +10,9 @@ use minicbor::{Decode, Encode};
 
 use crate::{BlockId, Code, Fault, LayoutId, Result, ServerId};
 
+/// Blocks shorter than this are replicated where longer ones are erasure coded.
+pub const CODED_MIN: u32 = 256 << 10;
+
 /// How a block is made redundant.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Encode, Decode)]
 pub enum Scheme {
@@ -34,6 +37,26 @@ impl Scheme {
         match self {
             Scheme::Replicas(n) => usize::from(n),
             Scheme::Ec { data, parity } => usize::from(data) + usize::from(parity),
+        }
+    }
+
+    /// How many pieces a block of this length has: short ones are replicated, never erasure coded.
+    pub fn pieces(self, block_len: u32) -> usize {
+        match self {
+            Scheme::Ec { data, parity }
+                if block_len < CODED_MIN || block_len.div_ceil(crate::chunk::CHUNK) < u32::from(data) =>
+            {
+                usize::from(parity) + 1
+            }
+            scheme => scheme.width(),
+        }
+    }
+
+    /// How many pieces a reader of a block of this length needs.
+    pub fn needed(self, block_len: u32) -> usize {
+        match self {
+            Scheme::Ec { data, .. } if self.pieces(block_len) == self.width() => usize::from(data),
+            _ => 1,
         }
     }
 
@@ -104,6 +127,11 @@ pub struct Group {
     #[n(3)]
     #[cbor(default)]
     pub dirty: bool,
+    /// Where pieces were put while the group moved to servers that it does not move to any more, (piece, server). Read last;
+    /// empty once the group has moved.
+    #[n(4)]
+    #[cbor(default)]
+    pub former: Vec<(u8, ServerId)>,
 }
 
 impl Group {

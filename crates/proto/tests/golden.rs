@@ -480,7 +480,13 @@ fn repair_blocks(golden: &mut Golden, id: BlockId) {
 
 /// A group on the move, and a server with all its figures.
 fn moving(golden: &mut Golden) {
-    let group = Group { version: 7, servers: vec![ServerId(1)], moving_to: vec![ServerId(4)], dirty: true };
+    let group = Group {
+        version: 7,
+        servers: vec![ServerId(1)],
+        moving_to: vec![ServerId(4)],
+        dirty: true,
+        former: vec![(0, ServerId(3))],
+    };
     golden.add("layout.group", group);
     let server = ServerInfo {
         id: ServerId(4),

@@ -6,17 +6,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use futures_util::future::BoxFuture;
 use parking_lot::Mutex;
 use torchfs_client::{Dumps, Peers, ToolConfig};
 use torchfs_engine::{Embedded, Engine};
 use torchfs_meta::dumps::DumpPeers;
 use torchfs_meta::dumps::server::Keeper;
 use torchfs_meta::server::Background;
-use torchfs_meta::{BlockPeers, Config};
+use torchfs_meta::{Config, RepairPeers};
 use torchfs_proto::clock::SystemClock;
 use torchfs_proto::layout::Scheme;
-use torchfs_proto::{BlockId, IdRange};
 use torchfs_rpc::{Listener, Role, Secret, ServerHandle, Service, serve};
 
 use super::cluster::Links;
@@ -47,6 +45,22 @@ pub struct MetaOptions {
     /// Term of leases
     #[arg(long, default_value_t = 3_000, value_name = "MS", hide = true)]
     lease_term_ms: u32,
+
+    /// A silent data server is down after this
+    #[arg(long, default_value_t = 10_000, value_name = "MS", hide = true)]
+    server_timeout_ms: u32,
+
+    /// A data server that is down for so long is out: its data is copied to others
+    #[arg(long, default_value = "10m", value_parser = settings::duration, value_name = "TIME")]
+    out_after: Duration,
+
+    /// Bytes per second that repair, moves and scrub take on each data server
+    #[arg(long, default_value = "128MiB", value_parser = settings::bytes, value_name = "SIZE")]
+    repair_rate: u64,
+
+    /// Repair that failed is tried again after this
+    #[arg(long, default_value_t = 30_000, value_name = "MS", hide = true)]
+    repair_retry_ms: u32,
 
     /// Term of sessions
     #[arg(long, default_value_t = 60_000, value_name = "MS", hide = true)]
@@ -103,7 +117,7 @@ impl Meta {
         let stage = Stage {
             address: addr.clone(),
             options: options.clone(),
-            peers: Arc::new(DataServers(Peers::new(links.clone(), timeout.clone()))),
+            peers: Arc::new(Peers::new(links.clone(), timeout.clone())),
             dumps: Arc::new(Dumps::new(links, timeout)),
         };
         let (service, running): (Arc<dyn Service>, Running) = match database {
@@ -186,7 +200,7 @@ pub struct Stage {
     /// Its flags.
     pub options: MetaOptions,
     /// How it reaches data servers.
-    pub peers: Arc<dyn BlockPeers>,
+    pub peers: Arc<dyn RepairPeers>,
     /// The same, for dumps.
     pub dumps: Arc<dyn DumpPeers>,
 }
@@ -225,6 +239,11 @@ impl Serving {
             // Short terms are for tests; the margin follows so that they stay short.
             lease_margin_ms: (options.lease_term_ms / 6).clamp(100, 500),
             session_ms: options.session_term_ms,
+            server_timeout_ms: options.server_timeout_ms,
+            server_suspect_ms: (options.server_timeout_ms / 3).max(1),
+            out_after_ms: u32::try_from(options.out_after.as_millis()).unwrap_or(u32::MAX),
+            repair_rate: options.repair_rate,
+            repair_retry_ms: options.repair_retry_ms,
             dump_every_ms: u64::try_from(options.dump_every.as_millis()).unwrap_or(u64::MAX),
             address: stage.address.clone(),
             engine: kind.into(),
@@ -252,23 +271,5 @@ impl Serving {
             std::thread::sleep(Duration::from_millis(5));
         }
         drop(engine);
-    }
-}
-
-/// Data servers as the deleter reaches them.
-struct DataServers(Peers);
-
-impl BlockPeers for DataServers {
-    fn delete<'a>(&'a self, addr: &'a str, blocks: Vec<BlockId>) -> BoxFuture<'a, torchfs_proto::Result<()>> {
-        Box::pin(async move { self.0.delete(addr, &blocks).await })
-    }
-
-    fn purge<'a>(
-        &'a self,
-        addr: &'a str,
-        range: IdRange,
-        keep: Vec<BlockId>,
-    ) -> BoxFuture<'a, torchfs_proto::Result<()>> {
-        Box::pin(self.0.purge(addr, range, keep))
     }
 }

@@ -26,8 +26,9 @@ struct Sum {
 
 impl BlockChanges {
     /// A block that is named for the first time.
-    pub fn introduce(&mut self, block: &NewBlock) {
-        self.sums.entry(block.id).or_default().new = Some(block.clone());
+    pub fn introduce(&mut self, block: NewBlock) {
+        let id = block.id;
+        self.sums.entry(id).or_default().new = Some(block);
     }
 
     /// Whether the block is new in this batch.

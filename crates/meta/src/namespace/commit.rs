@@ -11,6 +11,7 @@ use torchfs_proto::{Code, Fault, Ino, Result};
 
 use super::extents::{CONTENT, Edit, Resized, overlapping, overlaps_more_than};
 use super::{BlockChanges, Ctx, Decision, First, file, kill_privileges, touch};
+use crate::table::GroupAt;
 use crate::view::View;
 
 /// Runs that a hole may take away in one batch; a larger one is punched in pieces.
@@ -24,12 +25,13 @@ pub fn commit(view: &mut View<'_>, ctx: &Ctx<'_>, commit: &Commit) -> Result<Dec
     let ino = commit.ino;
     let mut inode = file(view, ino)?;
     let mut changes = BlockChanges::default();
-    introduce(view, ctx, &commit.blocks, &mut changes)?;
+    let dirty = introduce(view, ctx, &commit.blocks, &mut changes)?;
     let compacts = commit.expect.is_some();
     if let Some(expect) = &commit.expect {
         expected(view, ino, expect)?;
     }
     let mut decision = Decision::new(Done::Ok);
+    decision.dirty = dirty;
     let bits = if compacts { 0 } else { CONTENT };
     let mut appended = Vec::new();
     let (size_before, had_cut) = (inode.size, inode.cut.is_some());
@@ -105,8 +107,15 @@ pub fn commit(view: &mut View<'_>, ctx: &Ctx<'_>, commit: &Commit) -> Result<Dec
     }))
 }
 
-/// Takes in the new blocks: each must be from a live range of the session and unknown until now.
-fn introduce(view: &View<'_>, ctx: &Ctx<'_>, blocks: &[NewBlock], changes: &mut BlockChanges) -> Result<()> {
+/// Takes in the new blocks: each must be from a live range of the session and unknown until now. Where their pieces are is
+/// compared with the targets of this moment; answers the groups with pieces elsewhere.
+fn introduce(
+    view: &View<'_>,
+    ctx: &Ctx<'_>,
+    blocks: &[NewBlock],
+    changes: &mut BlockChanges,
+) -> Result<Vec<GroupAt>> {
+    let mut dirty = Vec::new();
     let mut seen = HashSet::new();
     for block in blocks {
         let id = block.id;
@@ -122,9 +131,11 @@ fn introduce(view: &View<'_>, ctx: &Ctx<'_>, blocks: &[NewBlock], changes: &mut 
         if block.len == 0 || block.len > MAX_BLOCK {
             return Err(Fault::new(Code::Invalid, format!("block {id} cannot have {} bytes", block.len)));
         }
-        changes.introduce(block);
+        let (substitutes, group) = ctx.table.substitutes(block)?;
+        dirty.extend(group);
+        changes.introduce(NewBlock { substitutes, servers: Vec::new(), ..block.clone() });
     }
-    Ok(())
+    Ok(dirty)
 }
 
 /// Whether exactly these extents are there, for a compaction that copied their bytes.

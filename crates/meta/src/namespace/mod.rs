@@ -23,6 +23,7 @@ mod release;
 mod remove;
 mod rename;
 mod rmdir;
+mod set_policy;
 mod setattr;
 mod statfs;
 mod unlink;
@@ -43,6 +44,7 @@ pub use readlink::readlink;
 pub use release::{leave, release, remove_orphan};
 pub use rename::{End, rename};
 pub use rmdir::rmdir;
+pub use set_policy::set_policy;
 pub use setattr::setattr;
 pub use statfs::volume_use;
 pub use unlink::unlink;
@@ -51,8 +53,9 @@ pub use xattrs::{remove_xattr, set_xattr, xattrs};
 use torchfs_proto::attr::{Kind, NAME_MAX};
 use torchfs_proto::msg::meta::{Done, lease};
 use torchfs_proto::record::{self, Answered};
-use torchfs_proto::{Code, Fault, IdRange, Ino, Result, SessionId};
+use torchfs_proto::{Code, Fault, IdRange, Ino, LayoutId, Result, SessionId};
 
+use crate::table::{GroupAt, Table};
 use crate::view::View;
 
 /// What a decision may know beside the store.
@@ -67,6 +70,10 @@ pub struct Ctx<'a> {
     pub trim: usize,
     /// The inode that the first answer to a replayed make named.
     pub made: Option<Ino>,
+    /// Servers and layouts as of now.
+    pub table: &'a Table,
+    /// The layout that a policy asks for.
+    pub layout: Option<LayoutId>,
 }
 
 /// Leases of others that a decision must wait for.
@@ -103,6 +110,8 @@ pub struct Decision {
     pub gone: Vec<Ino>,
     /// Inodes with work left for the upkeep: to be removed, or cut.
     pub upkeep: Vec<Ino>,
+    /// Groups with pieces that are not at their target: repair brings them home.
+    pub dirty: Vec<GroupAt>,
     /// Work on extents that is too much for one batch and must be ordered first, in pieces; then the operation is
     /// decided again from the start.
     pub first: Option<First>,
@@ -134,6 +143,7 @@ impl Decision {
             orphaned: Vec::new(),
             gone: Vec::new(),
             upkeep: Vec::new(),
+            dirty: Vec::new(),
             first: None,
         }
     }

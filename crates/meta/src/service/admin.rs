@@ -1,15 +1,16 @@
 //! Requests of data servers and people: heartbeats, status, sessions, checks, collection.
 
 use std::ops::ControlFlow;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use torchfs_proto::extent::NewBlock;
-use torchfs_proto::msg::meta::{Done, MetaReport, Op, StandbyReport, StatusReport};
+use torchfs_proto::layout::{Scheme, ServerInfo};
+use torchfs_proto::msg::meta::{Done, MetaReport, Op, RepairReport, StandbyReport, StatusReport};
 use torchfs_proto::record::Block;
 use torchfs_proto::{BlockId, Code, Fault, Result, SessionId, VolumeId, key};
 
 use super::{Meta, State};
-use crate::{namespace, placement};
+use crate::namespace;
 
 /// Block records in one answer, and blocks in one question.
 const BLOCKS_MAX: usize = 4_096;
@@ -19,26 +20,9 @@ impl Meta {
     pub(super) fn admin(&self, state: &mut State, op: &Op, now: Instant) -> Result<Option<Done>> {
         let done = match op {
             Op::OpenSession(who) => self.open_session(state, who, now)?,
-            Op::Heartbeat(beat) => {
-                let mut view = self.view(key::CLUSTER);
-                let mut counters = state.cluster.clone();
-                let policy = (self.config.redundancy, self.config.groups);
-                let cluster = self.engine.cluster();
-                let change = state.members.heard(&mut view, &mut counters, cluster, beat, policy, now)?;
-                if !view.is_clean() {
-                    self.order(state, view, now)?;
-                    state.cluster = counters;
-                }
-                let server = state.members.apply(change);
-                let placement = state.members.version();
-                let groups = match beat.placement < placement {
-                    true => state.members.group_versions(),
-                    false => Vec::new(),
-                };
-                Done::Joined { server, cluster, placement, groups }
-            }
+            Op::Volume(op) => self.volume_op(state, op, now)?,
             Op::Placement => Done::Placement(state.members.placement()),
-            Op::Status => Done::Status(self.status(state)?),
+            Op::Status => Done::Status(self.status(state, now)?),
             Op::MetaStatus => Done::MetaStatus(self.meta_status()),
             Op::Sessions => Done::Sessions(self.session_reports(state, now)?),
             Op::Evict { session } => {
@@ -79,7 +63,7 @@ impl Meta {
                 Done::Collected { deleted: state.deleted, waiting }
             }
             Op::Dump { cursor } => self.dump_cursor(state, cursor, now)?,
-            _ => return Ok(None),
+            op => return self.cluster_op(state, op, now),
         };
         Ok(Some(done))
     }
@@ -87,12 +71,14 @@ impl Meta {
     /// Figures of a volume.
     pub(super) fn volume_use(&self, state: &State, volume: VolumeId) -> Result<Done> {
         let counters = self.view(volume).counters()?;
-        let (total, free) = state.members.room();
+        let scheme =
+            state.volumes.get(&volume).map_or(Scheme::Replicas(1), |v| self.volume_layout(state, v).1);
+        let (total, free) = state.members.room(scheme);
         let meta_free = self.engine.space()?.free;
         Ok(Done::Use(namespace::volume_use(&counters, total, free, meta_free)))
     }
 
-    fn status(&self, state: &State) -> Result<StatusReport> {
+    fn status(&self, state: &State, now: Instant) -> Result<StatusReport> {
         let (mut inodes, mut blocks, mut bytes, mut dead) = (0, 0, 0, 0);
         for volume in state.volumes.keys() {
             let counters = self.view(*volume).counters()?;
@@ -102,16 +88,16 @@ impl Meta {
             dead += counters.dead;
         }
         let stats = self.engine.stats();
-        let servers = state.members.servers();
+        let suspect = Duration::from_millis(u64::from(self.config.server_suspect_ms));
+        let servers = state.members.report(suspect, &state.repairs.missing, now);
+        let repair = self.repair_report(state, now);
         let mut warnings = Vec::new();
         match servers.len() {
             0 => warnings.push("no data server has joined: nothing can be written".to_string()),
             1 => warnings.push("there is one data server: its loss is the loss of the data".to_string()),
             _ => {}
         }
-        for server in servers.iter().filter(|server| !server.up) {
-            warnings.push(format!("data server {} at {} is down", server.id, server.addr));
-        }
+        warnings.extend(self.server_warnings(state, &servers, &repair));
         let space = self.engine.space()?;
         if space.free < space.reserve {
             warnings.push("the metadata disk is full: only deleting works".to_string());
@@ -132,11 +118,11 @@ impl Meta {
             meta_bytes: stats.log_bytes + stats.replica_bytes,
             meta_free: space.free,
             placement: state.members.version(),
-            redundancy: placement::shown(state.members.scheme()),
+            redundancy: self.default_scheme(state).to_string(),
             warnings,
             dumps: Some(dumps),
             volumes: state.volumes.values().map(|volume| volume.name.clone()).collect(),
-            repair: None,
+            repair: Some(repair),
         })
     }
 
@@ -165,6 +151,49 @@ impl Meta {
             state_bytes: stats.state_bytes,
             standbys: self.engine.peers().into_iter().map(standby).collect(),
         }
+    }
+
+    /// What needs attention about servers and redundancy.
+    fn server_warnings(&self, state: &State, servers: &[ServerInfo], repair: &RepairReport) -> Vec<String> {
+        let mut warnings = Vec::new();
+        for server in servers.iter().filter(|server| !server.up) {
+            warnings.push(format!("data server {} at {} is {}", server.id, server.addr, server.state));
+        }
+        for server in servers {
+            for disk in server.disks.iter().filter(|disk| disk.failed) {
+                let (path, fault) = (&disk.path, &disk.fault);
+                warnings.push(format!("disk {path} of data server {} failed: {fault}", server.id));
+            }
+        }
+        if repair.lost > 0 {
+            warnings.push(format!(
+                "{} blocks have too few pieces left to be read; `torchfs fsck --data` names them",
+                repair.lost
+            ));
+        }
+        if repair.at_risk > 0 {
+            let groups = repair.at_risk;
+            warnings
+                .push(format!("{groups} placement groups survive no further loss until they are repaired"));
+        }
+        for volume in state.volumes.values().filter(|volume| !volume.removed) {
+            let (asked, is) = (self.policy_of(volume).0, self.volume_layout(state, volume).1);
+            if let Some(asked) = asked.filter(|asked| *asked != is)
+                && !servers.is_empty()
+            {
+                warnings.push(format!(
+                    "volume {} asks for {asked}, but there are servers for {is} only",
+                    volume.name
+                ));
+            }
+        }
+        warnings
+    }
+
+    /// The redundancy of new blocks of the default volume.
+    fn default_scheme(&self, state: &State) -> Scheme {
+        let volume = state.volumes.values().find(|volume| volume.name == self.config.volume);
+        volume.map_or(Scheme::Replicas(1), |volume| self.volume_layout(state, volume).1)
     }
 
     fn list_blocks(&self, state: &State, after: Option<BlockId>, limit: u32) -> Result<Done> {

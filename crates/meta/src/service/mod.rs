@@ -15,11 +15,13 @@
 //! What operations mean: `namespace/`. Sockets and timers: `server.rs`.
 
 mod admin;
+mod cluster;
 mod locking;
 mod open;
 mod replay;
 mod sessions;
 pub(crate) mod signals;
+mod volumes;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -37,7 +39,9 @@ use crate::leases::{Conflict, Data, Leases, Node};
 use crate::members::Members;
 use crate::metrics;
 use crate::namespace::{self, Against, Copy, Ctx, Decision, End};
+use crate::repair::Repairs;
 use crate::rests::Rests;
+use crate::table::Table;
 use crate::view::View;
 use locking::Waiter;
 use sessions::Session;
@@ -61,6 +65,9 @@ pub(crate) struct State {
     pub rests: Rests,
     pub signals: Signals,
     pub members: Members,
+    pub repairs: Repairs,
+    /// When the placement was last looked at.
+    pub reshaped: Option<Instant>,
     pub volumes: BTreeMap<VolumeId, record::Volume>,
     pub cluster: ClusterCounters,
     pub waiters: Vec<Waiter>,
@@ -86,6 +93,8 @@ pub(crate) enum Chore {
     Trim(Node),
     /// Take ended sessions off the orphans after this one.
     Sweep(VolumeId, Ino),
+    /// Remove what is in a removed volume.
+    Empty(VolumeId),
 }
 
 /// What one pass through the critical section came to.
@@ -243,6 +252,13 @@ impl Meta {
         self.may_write(state, request, volume, now)?;
 
         let mut view = self.view(volume);
+        let mut edit = None;
+        let mut layout = None;
+        if let Op::SetPolicy { policy, .. } = &request.op {
+            let (mut table, mut counters) = (state.members.table.clone(), state.cluster.clone());
+            layout = self.policy_layout(state, volume, policy, &mut table, &mut counters)?;
+            edit = Some((table, counters));
+        }
         let decision = {
             let session = &state.sessions[&request.session];
             let leases = &state.leases;
@@ -253,6 +269,8 @@ impl Meta {
                 ranges: &session.ranges,
                 trim: self.config.trim_extents,
                 made: request.made,
+                table: &state.members.table,
+                layout,
             };
             decide(&mut view, &ctx, &request.op, || self.volume_use(state, volume))?
         };
@@ -274,7 +292,7 @@ impl Meta {
         }
         let seq = match view.is_clean() {
             true => Seq(0),
-            false => self.commit(state, request, view, &decision, now)?,
+            false => self.commit(state, request, view, &decision, edit, now)?,
         };
         for (ino, bits) in &decision.wants {
             grants.extend(state.leases.grant(request.session, (volume, *ino), *bits, now, hold.ticket));
@@ -291,11 +309,22 @@ impl Meta {
         request: &Request,
         mut view: View<'_>,
         decision: &Decision,
+        mut edit: Option<(Table, ClusterCounters)>,
         now: Instant,
     ) -> Result<Seq> {
         let (volume, born) = (view.volume, view.born);
         self.store_outcome(state, request, &mut view, decision.answered.clone())?;
+        if !decision.dirty.is_empty() {
+            let (table, _) = edit.get_or_insert_with(|| (state.members.table.clone(), state.cluster.clone()));
+            decision.dirty.iter().for_each(|group| table.mark_dirty(*group));
+        }
+        if let Some((table, counters)) = &mut edit {
+            table.write(&state.members.table, &mut view, counters, &state.cluster);
+        }
         let seq = self.order(state, view, now)?;
+        if let Some((table, counters)) = edit {
+            (state.members.table, state.cluster) = (table, counters);
+        }
         debug_assert_eq!(seq, born, "one writer orders under one lock");
         self.stored_outcome(state, request, decision.answered.is_some());
         for ino in &decision.changed {
@@ -533,6 +562,7 @@ fn decide(
         Op::Lookup { parent, name } => namespace::lookup(view, *parent, name),
         Op::GetAttr { ino } => namespace::getattr(view, *ino),
         Op::SetAttr { ino, set } => namespace::setattr(view, ctx, *ino, set),
+        Op::SetPolicy { ino, .. } => namespace::set_policy(view, *ino, ctx.layout),
         Op::ReadLink { ino } => namespace::readlink(view, *ino),
         Op::Make(make) => namespace::make(view, ctx, make),
         Op::Link { ino, parent, name } => namespace::link(view, *ino, *parent, name),
@@ -576,6 +606,7 @@ fn subjects(op: &Op) -> [Option<Ino>; 2] {
         Op::Rename { parent, new_parent, .. } => [Some(*parent), Some(*new_parent)],
         Op::GetAttr { ino }
         | Op::SetAttr { ino, .. }
+        | Op::SetPolicy { ino, .. }
         | Op::ReadLink { ino }
         | Op::ReadDir { ino, .. }
         | Op::Xattrs { ino }

@@ -9,7 +9,7 @@ use torchfs_engine::Engine;
 use torchfs_proto::attr::{Kind, Time};
 use torchfs_proto::clock::Clock;
 use torchfs_proto::record::{self, ClusterCounters, Counters, Format, LOADING, MAGIC, MUST_KNOW, VERSION};
-use torchfs_proto::{Ino, SessionId, VolumeId, key};
+use torchfs_proto::{Ino, Seq, SessionId, VolumeId, key};
 
 use super::replay::load_outcomes;
 use super::sessions::{Session, load_ranges};
@@ -20,7 +20,9 @@ use crate::dumps::Dumps;
 use crate::error::Error;
 use crate::leases::Leases;
 use crate::members::Members;
+use crate::repair::Repairs;
 use crate::rests::Rests;
+use crate::table::Table;
 use crate::view::View;
 
 /// The volume that every store has.
@@ -34,7 +36,9 @@ impl Meta {
         check_format(&*engine, wall_ns, &config)?;
         let view = View::new(&*engine, key::CLUSTER, wall_ns, 0);
         let cluster: ClusterCounters = view.get(&key::cluster_counters())?.unwrap_or_default();
-        let members = Members::load(&view, &cluster, now)?;
+        let members = Members::new(Table::load(&view, &cluster)?, now);
+        let settings = view.get::<record::Repair>(&key::repair())?.unwrap_or_default();
+        let repairs = Repairs::new(settings);
         let mut volumes = BTreeMap::new();
         for (_, volume) in
             view.list::<record::Volume>(&key::space(key::CLUSTER, key::Space::Volume), usize::MAX)?
@@ -46,6 +50,7 @@ impl Meta {
         let mut leases = Leases::new(config.lease_term(), config.known_max, first_epoch);
         let mut sessions = BTreeMap::new();
         let mut chores = VecDeque::new();
+        chores.extend(volumes.values().filter(|volume| volume.removed).map(|volume| Chore::Empty(volume.id)));
         for volume in volumes.keys().copied() {
             load_volume(&view, volume, now, &mut leases, &mut sessions, &mut chores)?;
         }
@@ -74,6 +79,8 @@ impl Meta {
             rests: Rests::default(),
             signals: Signals::default(),
             members,
+            repairs,
+            reshaped: None,
             volumes,
             cluster,
             waiters: Vec::new(),
@@ -132,8 +139,19 @@ fn check_format(engine: &dyn Engine, wall_ns: i64, config: &Config) -> Result<()
     };
     view.put(key::volume(DEFAULT_VOLUME), &volume);
     view.put(key::cluster_counters(), &ClusterCounters::default());
-    let root = record::Inode {
-        born: view.born,
+    let root = root(view.born, now);
+    view.put(key::inode(DEFAULT_VOLUME, Ino::ROOT), &root);
+    let counters = Counters { next_ino: Ino::ROOT.0 + 1, inodes: 1, ..Counters::default() };
+    view.put(key::counters(DEFAULT_VOLUME), &counters);
+    let seq = engine.order(view.into_batch())?;
+    engine.wait_durable(seq, std::time::Duration::from_secs(60))?;
+    Ok(())
+}
+
+/// The root folder of a new volume.
+pub(super) fn root(born: Seq, now: Time) -> record::Inode {
+    record::Inode {
+        born,
         kind: Kind::Dir,
         mode: 0o755,
         uid: 0,
@@ -157,13 +175,7 @@ fn check_format(engine: &dyn Engine, wall_ns: i64, config: &Config) -> Result<()
         next_cookie: None,
         entries: None,
         cut: None,
-    };
-    view.put(key::inode(DEFAULT_VOLUME, Ino::ROOT), &root);
-    let counters = Counters { next_ino: Ino::ROOT.0 + 1, inodes: 1, ..Counters::default() };
-    view.put(key::counters(DEFAULT_VOLUME), &counters);
-    let seq = engine.order(view.into_batch())?;
-    engine.wait_durable(seq, std::time::Duration::from_secs(60))?;
-    Ok(())
+    }
 }
 
 fn load_volume(

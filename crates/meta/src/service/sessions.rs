@@ -8,7 +8,8 @@
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
-use torchfs_proto::attr::{Time, VolumeInfo};
+use torchfs_proto::attr::Time;
+use torchfs_proto::layout::Scheme;
 use torchfs_proto::msg::meta::{Done, Event, Op, OpenSession, Request, SessionInfo, SessionReport};
 use torchfs_proto::record::{self, Answered, DeadRange};
 use torchfs_proto::{BlockId, Code, Fault, IdRange, Ino, Result, Seq, SessionId, VolumeId, key};
@@ -85,8 +86,8 @@ impl Meta {
             return Err(Fault::new(Code::Invalid, "a session tells too much about itself"));
         }
         let name = if who.volume.is_empty() { &self.config.volume } else { &who.volume };
-        let Some(volume) = state.volumes.values().find(|volume| volume.name == *name).map(|volume| volume.id)
-        else {
+        let open = |volume: &&record::Volume| volume.name == *name && !volume.removed;
+        let Some(volume) = state.volumes.values().find(open).map(|volume| volume.id) else {
             return Err(Fault::new(Code::NotFound, format!("there is no volume {name}"))
                 .next("`torchfs status` lists the volumes"));
         };
@@ -116,7 +117,7 @@ impl Meta {
             incarnation: self.engine.incarnation(),
             lease_ms: self.config.lease_ms,
             session_ms: self.config.session_ms,
-            volume: volume_info(state, volume),
+            volume: self.volume_info(state, volume),
             root,
             placement: state.members.placement(),
             reclaim: !session.reported,
@@ -193,12 +194,13 @@ impl Meta {
             }
             Op::Renew => {
                 self.renew(state, id, now);
-                let (_, free) = state.members.room();
+                let volume = state.sessions.get(&id).and_then(|session| state.volumes.get(&session.volume));
+                let scheme = volume.map_or(Scheme::Replicas(1), |volume| self.volume_layout(state, volume).1);
+                let (_, free) = state.members.room(scheme);
                 let sharing = state.sessions.len().max(1) as u64;
                 // Just started: a full disk then shows in the put, as it does when space runs out between two reports.
                 let space = if state.members.all_reported() { free / sharing } else { u64::MAX };
-                let volume = state.sessions.get(&id).and_then(|session| state.volumes.get(&session.volume));
-                let volume = volume.map(|volume| volume_info(state, volume));
+                let volume = volume.map(|volume| self.volume_info(state, volume));
                 Done::Renewed { space, placement: state.members.version(), volume }
             }
             Op::CloseSession => {
@@ -414,15 +416,4 @@ impl Meta {
 pub(super) fn load_ranges(view: &View<'_>, volume: VolumeId, session: SessionId) -> Result<Vec<IdRange>> {
     let all = view.list::<record::Range>(&key::ranges(volume, session), usize::MAX)?;
     Ok(all.into_iter().map(|(_, range)| range.ids).collect())
-}
-
-/// A volume as a mount sees it.
-pub(super) fn volume_info(state: &State, volume: &record::Volume) -> VolumeInfo {
-    VolumeInfo {
-        id: volume.id,
-        name: volume.name.clone(),
-        block_size: volume.block_size,
-        compression: volume.compression,
-        layout: state.members.newest(),
-    }
 }

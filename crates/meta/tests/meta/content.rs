@@ -28,6 +28,12 @@ pub fn commit(ino: Ino, grant: u64, blocks: Vec<NewBlock>, ranges: Vec<RangeOp>)
     Op::Commit(Commit { ino, grant, blocks, ranges, mtime: None, kill_privileges: false, expect: None })
 }
 
+/// Names a block that was put, as the whole content of a file.
+pub fn commit_block(world: &World, client: &mut Client, ino: Ino, grant: u64, block: NewBlock) {
+    let range = RangeOp::Write { offset: 0, len: u64::from(block.len), source: within(block.id, 0) };
+    client.call(world, commit(ino, grant, vec![block], vec![range])).unwrap();
+}
+
 fn extents(client: &mut Client, world: &World, ino: Ino) -> (Vec<Extent>, u64) {
     let mut all = Vec::new();
     let mut from = 0;

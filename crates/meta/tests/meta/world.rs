@@ -135,6 +135,12 @@ impl World {
         self.start(request).ready().result.unwrap()
     }
 
+    /// The code with which a request outside of sessions is refused.
+    pub fn refused(&self, op: Op) -> Code {
+        let mut nobody = Client { id: SessionId(0), epoch: 0, seq: 0, watermark: 0 };
+        nobody.refused(self, op)
+    }
+
     pub fn client(&self) -> Client {
         let Done::Session(info) = self.admin(Op::OpenSession(OpenSession::default())) else { panic!() };
         Client { id: info.session, epoch: info.epoch, seq: 0, watermark: 0 }
@@ -219,6 +225,7 @@ impl Client {
             op,
             Op::GrantIds { .. }
                 | Op::SetAttr { .. }
+                | Op::SetPolicy { .. }
                 | Op::Make(_)
                 | Op::Link { .. }
                 | Op::Unlink { .. }

@@ -14,10 +14,12 @@ use parking_lot::Mutex;
 use torchfs_client::{Blocks, BlocksConfig, Connector, Meta, MetaConfig};
 use torchfs_disk::SimDisk;
 use torchfs_engine::{Embedded, LogConfig, MemReplica};
-use torchfs_meta::BlockPeers;
+use torchfs_meta::repair::{Asking, Listed, PieceAt, Pulled, ScrubPart, Scrubbed};
 use torchfs_meta::server::Background;
+use torchfs_meta::{BlockPeers, RepairPeers};
 use torchfs_proto::chunk::ChunkInfo;
 use torchfs_proto::clock::SystemClock;
+use torchfs_proto::msg::block::PullItem;
 use torchfs_proto::msg::{self, block, meta};
 use torchfs_proto::{BlockId, Code, Fault, Fence, IdRange, Ino, Result, SessionId};
 use torchfs_rpc::{Answer, Answering, Connection, Link, Peer, Request, Role, Service};
@@ -259,6 +261,29 @@ impl BlockPeers for NoPeers {
 
     fn purge<'a>(&'a self, _: &'a str, _: IdRange, _: Vec<BlockId>) -> Answered<'a> {
         Box::pin(std::future::ready(Ok(())))
+    }
+}
+
+/// Nothing is ever missing from these servers.
+impl RepairPeers for NoPeers {
+    fn missing<'a>(&'a self, _: &'a str, _: Vec<PieceAt>) -> Asking<'a, Vec<PieceAt>> {
+        Box::pin(std::future::ready(Ok(Vec::new())))
+    }
+
+    fn pull<'a>(&'a self, _: &'a str, _: Vec<PullItem>, _: u64, _: Duration) -> Asking<'a, Pulled> {
+        Box::pin(std::future::ready(Ok(Pulled::default())))
+    }
+
+    fn forget<'a>(&'a self, _: &'a str, _: Vec<PieceAt>) -> Asking<'a, ()> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn list<'a>(&'a self, _: &'a str, _: Option<PieceAt>, _: u32) -> Asking<'a, Listed> {
+        Box::pin(std::future::ready(Ok((Vec::new(), true))))
+    }
+
+    fn scrub<'a>(&'a self, _: &'a str, _: ScrubPart, _: Duration) -> Asking<'a, Scrubbed> {
+        Box::pin(std::future::ready(Ok(Scrubbed::default())))
     }
 }
 

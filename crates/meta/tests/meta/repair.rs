@@ -1,0 +1,503 @@
+//! Servers that die, return, drain and join while blocks are written: every race of repair by name.
+
+use torchfs_meta::Config;
+use torchfs_proto::Code;
+use torchfs_proto::layout::{Scheme, ServerState};
+use torchfs_proto::msg::meta::{BadPiece, Done, Heartbeat, Op};
+
+use crate::servers::{Servers, Writer, addr};
+use crate::world::World;
+
+/// Large enough to be erasure coded.
+const BIG: u32 = 1 << 20;
+
+fn world(scheme: &str) -> World {
+    World::with(Config {
+        redundancy: Some(scheme.parse::<Scheme>().unwrap()),
+        groups: 12,
+        out_after_ms: 60_000,
+        session_ms: 36_000_000,
+        repair_blocks: 8,
+        ..Config::default()
+    })
+}
+
+/// Whoever is dead is silent until it is out.
+fn until_out(world: &World, servers: &Servers) {
+    servers.advance_ms(world, 80_000);
+    let states: Vec<ServerState> = world.placement().servers.iter().map(|s| s.state).collect();
+    assert!(states.contains(&ServerState::Out), "{states:?}");
+}
+
+/// How many groups of the layout for new blocks name each server.
+fn places(world: &World) -> Vec<usize> {
+    let placement = world.placement();
+    let groups = &placement.layouts.last().unwrap().groups;
+    let count = |id| groups.iter().filter(|group| group.servers.contains(&id)).count();
+    placement.servers.iter().map(|server| count(server.id)).collect()
+}
+
+fn clean(world: &World, servers: &Servers) {
+    assert_eq!(servers.astray(world), [], "pieces are not where they belong");
+    assert!(world.blocks().iter().all(|block| block.substitutes.is_empty()));
+    let problems = world.problems();
+    assert!(problems.is_empty(), "{problems:?}");
+}
+
+#[test]
+fn a_lost_server_is_down_then_out_and_its_pieces_are_made_again_elsewhere() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 4);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 40, BIG);
+    servers.kill(2);
+    servers.advance_ms(&world, 12_000);
+    let two = world.server_id(2);
+    let state = |world: &World| world.placement().servers.iter().find(|s| s.id == two).unwrap().state;
+    assert_eq!(state(&world), ServerState::Down);
+    writer.write(&world, &servers, 5, BIG);
+    assert!(world.blocks().iter().any(|block| !block.substitutes.is_empty()), "substitutes are recorded");
+    until_out(&world, &servers);
+    assert_eq!(state(&world), ServerState::Out);
+    servers.settle(&world);
+    clean(&world, &servers);
+    assert!(
+        world.placement().layouts.last().unwrap().groups.iter().all(|group| !group.servers.contains(&two))
+    );
+    assert_eq!(world.repair_report().lost, 0);
+}
+
+#[test]
+fn m_servers_lost_repaired_and_m_more_lost_leave_every_block_readable() {
+    let world = world("ec:3+2");
+    let servers = Servers::join(&world, 9);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 30, BIG);
+    writer.write(&world, &servers, 10, 1_000); // short ones are replicated
+    for gone in [[1, 2], [3, 4]] {
+        gone.iter().for_each(|server| servers.kill(*server));
+        assert!(servers.readable(&world));
+        until_out(&world, &servers);
+        servers.settle(&world);
+        clean(&world, &servers);
+    }
+    assert!(servers.readable(&world));
+    // Five servers are left for five pieces; two more may die, and what is written needs nobody else.
+    servers.kill(5);
+    servers.kill(6);
+    assert!(servers.readable(&world));
+}
+
+#[test]
+fn a_late_commit_under_an_old_table_is_recorded_exactly_while_a_group_moves() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 24, BIG);
+    // Puts under the table of now; they are committed after the groups have moved, and after repair is done with them.
+    let old = world.placement();
+    let mut late = Vec::new();
+    for _ in 0..24 {
+        let id = writer.id();
+        late.push(servers.put_block(&old, old.layouts.last().unwrap().id, id, BIG));
+    }
+    let one = world.server_id(1);
+    world.admin(Op::Drain { server: one, on: true });
+    assert!(world.repair_report().moving > 0);
+    for block in late.drain(..8) {
+        writer.commit(&world, block).unwrap(); // while groups move
+    }
+    servers.settle(&world);
+    clean(&world, &servers);
+    for block in late.drain(..8) {
+        writer.commit(&world, block).unwrap(); // after they have moved
+    }
+    assert!(servers.readable(&world));
+    servers.settle(&world);
+    // Stale pieces go two lease terms later; those of blocks in flight stay.
+    servers.rest(&world);
+    for block in late.drain(..) {
+        for (piece, server) in block.servers.iter().enumerate() {
+            assert!(servers.has(server.0, (block.id, piece as u8)), "a piece in flight was removed");
+        }
+        writer.commit(&world, block).unwrap(); // after stale pieces were removed
+    }
+    assert!(servers.readable(&world));
+    servers.settle(&world);
+    clean(&world, &servers);
+    servers.rest(&world);
+    assert_eq!(servers.count(1), 0, "the drained server is empty");
+}
+
+#[test]
+fn a_target_that_dies_while_a_group_moves_is_replaced_and_what_it_has_stays_known() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 4);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 12, BIG);
+    // Server 1 goes; its groups move to others, and new blocks are put there. Nothing is repaired yet.
+    servers.kill(1);
+    until_out(&world, &servers);
+    writer.write(&world, &servers, 24, BIG);
+    let before = world.placement();
+    let moving: Vec<usize> =
+        (0..12).filter(|g| !before.layouts.last().unwrap().groups[*g].moving_to.is_empty()).collect();
+    assert!(!moving.is_empty());
+    // A target dies too, for good as it seems.
+    servers.kill(2);
+    until_out(&world, &servers);
+    servers.advance_ms(&world, 80_000);
+    let after = world.placement();
+    assert!(
+        after.layouts.last().unwrap().groups.iter().any(|group| !group.former.is_empty()),
+        "former targets are noted"
+    );
+    // The only other copies die; then the former targets come back, and everything is still found.
+    servers.revive(2);
+    servers.advance_ms(&world, 5_000);
+    assert!(servers.readable(&world));
+    servers.settle(&world);
+    assert_eq!(world.repair_report().lost, 0);
+    clean(&world, &servers);
+    servers.rest(&world);
+    assert!(servers.readable(&world));
+    clean(&world, &servers);
+}
+
+#[test]
+fn a_returning_server_gives_up_stale_pieces_and_gets_the_missing_ones() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 24, BIG);
+    // Down for a moment: substitutes are used, and brought home when it is back.
+    servers.kill(3);
+    servers.advance_ms(&world, 12_000);
+    writer.write(&world, &servers, 24, BIG);
+    servers.repair(&world);
+    assert!(world.repair_report().dirty > 0, "what belongs to a server that is down waits for it");
+    servers.revive(3);
+    servers.advance_ms(&world, 2_000);
+    servers.settle(&world);
+    clean(&world, &servers);
+    let pieces = |servers: &Servers| (1..=3).map(|server| servers.count(server)).sum::<usize>();
+    servers.rest(&world);
+    assert_eq!(pieces(&servers), 96, "pieces on substitutes are removed");
+    // Out for long: its groups are elsewhere when it comes back, and it holds what nobody needs.
+    servers.kill(3);
+    until_out(&world, &servers);
+    servers.settle(&world);
+    servers.revive(3);
+    world.admin(Op::Rebalance { auto: Some(false) });
+    servers.advance_ms(&world, 20_000);
+    servers.settle(&world);
+    servers.rest(&world);
+    assert_eq!(servers.count(3), 0);
+    clean(&world, &servers);
+    assert!(!world.placement().servers.iter().any(|server| !server.up));
+}
+
+#[test]
+fn a_removal_whose_answer_is_lost_is_doubted() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 24, BIG);
+    let one = world.server_id(1);
+    world.admin(Op::Drain { server: one, on: true });
+    servers.settle(&world);
+    servers.lose_next_answer(1);
+    servers.rest(&world);
+    // The groups come back to it at once, while nobody knows what it still has.
+    world.admin(Op::Drain { server: one, on: false });
+    world.admin(Op::Rebalance { auto: None });
+    servers.settle(&world);
+    clean(&world, &servers);
+    assert!(servers.count(1) > 0);
+}
+
+#[test]
+fn repair_goes_on_after_a_crash_of_the_service() {
+    let mut world = world("ec:2+1");
+    let servers = Servers::join(&world, 5);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 60, BIG);
+    servers.kill(4);
+    until_out(&world, &servers);
+    servers.repair_steps(&world, 1);
+    assert!(world.repair_report().dirty > 0);
+    for seed in 0..3 {
+        world.sync();
+        world = world.power_cut(seed);
+        assert!(world.repair_report().dirty > 0, "dirty groups survive");
+        assert!(servers.readable(&world));
+    }
+    let states: Vec<ServerState> = world.placement().servers.iter().map(|s| s.state).collect();
+    assert_eq!(states.iter().filter(|state| **state == ServerState::Out).count(), 1, "out survives");
+    servers.settle(&world);
+    clean(&world, &servers);
+}
+
+#[test]
+fn a_drained_server_is_emptied_and_then_removed() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 4);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 40, BIG);
+    let four = world.server_id(4);
+    assert_eq!(world.refused(Op::RemoveServer { server: four, force: false }), Code::Busy);
+    let Done::Repair(report) = world.admin(Op::Drain { server: four, on: true }) else { panic!() };
+    assert!(report.drains[0].server == four && report.drains[0].groups > 0 && report.moving > 0);
+    assert_eq!(world.refused(Op::RemoveServer { server: four, force: false }), Code::Busy);
+    servers.settle(&world);
+    assert_eq!(world.repair_report().drains[0].groups, 0);
+    servers.rest(&world);
+    assert_eq!(servers.count(4), 0);
+    world.admin(Op::RemoveServer { server: four, force: false });
+    servers.kill(4);
+    assert_eq!(world.placement().servers.len(), 3);
+    clean(&world, &servers);
+}
+
+#[test]
+fn a_server_removed_by_force_is_replaced() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 24, BIG);
+    servers.kill(2);
+    let two = world.server_id(2);
+    world.admin(Op::RemoveServer { server: two, force: true });
+    servers.settle(&world);
+    clean(&world, &servers);
+    assert!(servers.readable(&world));
+}
+
+#[test]
+fn a_new_server_gets_its_share_of_groups_gently() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 36, BIG);
+    servers.add(&world, 4, "");
+    world.advance_ms(2_000);
+    let report = world.repair_report();
+    assert!(report.moving > 0 && report.moving as usize <= world.config.rebalance_groups, "{report:?}");
+    world.admin(Op::Rebalance { auto: None });
+    for _ in 0..10 {
+        servers.settle(&world);
+        servers.advance_ms(&world, 2_000);
+    }
+    assert_eq!(places(&world), [6, 6, 6, 6]);
+    clean(&world, &servers);
+    servers.rest(&world);
+    assert_eq!((1..=4).map(|server| servers.count(server)).sum::<usize>(), 72);
+}
+
+#[test]
+fn servers_that_join_an_empty_cluster_share_it_at_once() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 2);
+    (3..=6).for_each(|server| servers.add(&world, server, ""));
+    (0..4).for_each(|_| servers.advance_ms(&world, 1_000));
+    assert_eq!(places(&world), [4, 4, 4, 4, 4, 4]);
+    assert_eq!(world.repair_report().moving, 0);
+}
+
+#[test]
+fn a_layout_is_replaced_by_a_wider_one_when_enough_servers_joined() {
+    let world = world("ec:2+1");
+    let servers = Servers::join(&world, 2);
+    let before = world.placement();
+    assert_eq!(before.layouts.last().unwrap().scheme, Scheme::Replicas(2));
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 4, BIG);
+    let first = before.layouts[0].id;
+    servers.add(&world, 3, "");
+    let after = world.placement();
+    assert_eq!(after.current(first).unwrap().scheme, Scheme::Ec { data: 2, parity: 1 });
+    writer.write(&world, &servers, 4, BIG);
+    servers.settle(&world);
+    clean(&world, &servers);
+    (4..=8).for_each(|server| servers.add(&world, server, ""));
+    assert_eq!(world.placement().layouts.len(), after.layouts.len(), "no layout per join");
+}
+
+#[test]
+fn a_lost_disk_is_filled_again() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 3);
+    let beat = |ids: &[u64], total: u64| {
+        let disk = |id: &u64| torchfs_proto::layout::DiskInfo { id: *id, ..Default::default() };
+        world.admin(Op::Heartbeat(Heartbeat {
+            store: 2,
+            addr: addr(2),
+            total,
+            free: 1 << 39,
+            disks: ids.iter().map(disk).collect(),
+            ..Heartbeat::default()
+        }))
+    };
+    beat(&[7, 8], 1 << 40);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 24, BIG);
+    world.admin(Op::Rebalance { auto: Some(false) });
+    servers.wipe(2);
+    beat(&[7], 1 << 40);
+    assert!(world.repair_report().dirty > 0, "groups of the server are checked");
+    servers.settle(&world);
+    clean(&world, &servers);
+}
+
+#[test]
+fn a_block_with_too_few_pieces_is_named_and_healed_when_a_server_returns() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 4);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 24, BIG);
+    let both = world.placement().layouts.last().unwrap().groups[0].servers.clone();
+    both.iter().for_each(|server| servers.kill(server.0));
+    until_out(&world, &servers);
+    servers.repair(&world);
+    let report = world.repair_report();
+    assert!(report.lost > 0 && !report.lost_blocks.is_empty(), "{report:?}");
+    let Done::Status(status) = world.admin(Op::Status) else { panic!() };
+    assert!(
+        status.warnings.iter().any(|warning| warning.contains("too few pieces")),
+        "{:?}",
+        status.warnings
+    );
+    servers.revive(both[1].0);
+    servers.advance_ms(&world, 40_000);
+    servers.settle(&world);
+    assert_eq!(world.repair_report().lost, 0);
+    clean(&world, &servers);
+}
+
+#[test]
+fn pieces_that_a_reader_or_a_scrub_finds_bad_are_replaced() {
+    let world = world("ec:2+1");
+    let servers = Servers::join(&world, 4);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 100, BIG);
+    let placement = world.placement();
+    let block = world.blocks()[5].clone();
+    let home = placement.layouts.last().unwrap().groups[placement.layouts.last().unwrap().group_of(block.id)]
+        .servers[1];
+    servers.rot(home.0, (block.id, 1));
+    world.admin(Op::ReportBad { pieces: vec![BadPiece { block: block.id, piece: 1, server: home }] });
+    servers.settle(&world);
+    assert!(!servers.is_rotten(home.0, (block.id, 1)));
+    clean(&world, &servers);
+
+    let other = world.blocks()[60].clone();
+    let home = placement.layouts.last().unwrap().groups[placement.layouts.last().unwrap().group_of(other.id)]
+        .servers[2];
+    servers.rot(home.0, (other.id, 2));
+    world.admin(Op::Scrub { on: true });
+    let mut steps = 0;
+    while servers.scrub_step(&world) {
+        steps += 1;
+        assert!(steps < 100);
+    }
+    assert_eq!(servers.scrubbed(), 300);
+    servers.settle(&world);
+    clean(&world, &servers);
+    assert!(world.repair_report().scrub.last_end > 0);
+}
+
+#[test]
+fn a_scrub_goes_on_after_a_restart() {
+    let world = World::with(Config { scrub_save_ms: 0, groups: 12, ..Config::default() });
+    let servers = Servers::join(&world, 2);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 150, BIG);
+    world.admin(Op::Scrub { on: true });
+    servers.scrub_step(&world);
+    let world = world.restart();
+    assert!(world.repair_report().scrub.running);
+    while servers.scrub_step(&world) {}
+    assert_eq!(servers.scrubbed(), 300, "nothing is read twice");
+}
+
+#[test]
+fn groups_that_survive_no_further_loss_are_repaired_first() {
+    let world = world("replicas:3");
+    let servers = Servers::join(&world, 7);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 60, BIG);
+    servers.kill(1);
+    servers.kill(2);
+    until_out(&world, &servers);
+    let placement = world.placement();
+    let (one, two) = (world.server_id(1), world.server_id(2));
+    let lost = |g: usize| {
+        placement.layouts.last().unwrap().groups[g].servers.iter().filter(|s| [one, two].contains(s)).count()
+    };
+    let worst: Vec<usize> = (0..12).filter(|g| lost(*g) == 2).collect();
+    assert!(!worst.is_empty(), "some group lost two of three");
+    // One pass: it is over when the worst groups are clean.
+    while worst.iter().any(|g| world.placement().layouts.last().unwrap().groups[*g].dirty) {
+        servers.repair_steps(&world, 1);
+    }
+    let left = world.placement();
+    let others = (0..12).filter(|g| lost(*g) == 1);
+    assert!(
+        others.into_iter().all(|g| left.layouts.last().unwrap().groups[g].dirty),
+        "others wait for the worst"
+    );
+    servers.settle(&world);
+    clean(&world, &servers);
+}
+
+#[test]
+fn the_rate_of_repair_is_told_to_servers_and_survives() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 12, BIG);
+    world.admin(Op::Repair { rate: Some(7 << 20) });
+    let world = world.restart();
+    assert_eq!(world.repair_report().rate_max, 7 << 20);
+    world.admin(Op::Drain { server: world.server_id(1), on: true });
+    servers.settle(&world);
+    assert_eq!(servers.rates().into_iter().collect::<Vec<_>>(), [7 << 20]);
+    assert!(servers.pulled() > 0);
+}
+
+#[test]
+fn puts_learn_of_new_versions_from_heartbeats() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 3);
+    let Done::Joined { placement, groups, .. } = servers.beat(&world, 1, "") else { panic!() };
+    assert_eq!(groups.last().unwrap().1.len(), 12);
+    let told = |placement: u64| {
+        world.admin(Op::Heartbeat(Heartbeat {
+            store: 1,
+            addr: addr(1),
+            total: 1 << 40,
+            free: 1 << 39,
+            placement,
+            ..Heartbeat::default()
+        }))
+    };
+    let Done::Joined { groups, .. } = told(placement) else { panic!() };
+    assert!(groups.is_empty(), "nothing new");
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 1, BIG);
+    world.admin(Op::Drain { server: world.server_id(2), on: true });
+    let Done::Joined { groups: newer, .. } = told(placement) else { panic!() };
+    assert!(newer.last().unwrap().1.iter().any(|version| *version > 1));
+}
+
+#[test]
+fn a_commit_that_names_too_few_servers_is_refused() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 2);
+    let mut writer = Writer::new(&world, "f");
+    let placement = world.placement();
+    let id = writer.id();
+    let mut block = servers.put_block(&placement, placement.layouts.last().unwrap().id, id, BIG);
+    block.servers.pop();
+    assert_eq!(writer.commit(&world, block).unwrap_err().code, Code::Invalid);
+}
