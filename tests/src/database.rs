@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::ports::Port;
 use crate::process::Proc;
 use crate::sandbox::Sandbox;
-use crate::shell::run;
+use crate::shell::{run, sh};
 use crate::sys;
 use crate::wait::eventually;
 
@@ -189,6 +189,31 @@ impl Database {
     pub fn promote(&self) {
         self.sql("postgres", "ALTER SYSTEM RESET synchronous_standby_names");
         self.sql("postgres", "SELECT pg_promote(true, 60)");
+    }
+
+    /// Encrypts connections from the next start on, and takes only those, with passwords. Gives the file of the authority.
+    pub fn demand_tls_and_passwords(&mut self) -> PathBuf {
+        let data = self.data.display();
+        let folder = self.sandbox.folder("authority");
+        sh(
+            &folder,
+            &format!(
+                "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=authority -keyout ca.key -out ca.pem 2>/dev/null
+                 openssl req -newkey rsa:2048 -nodes -subj /CN=server -keyout server.key -out server.csr 2>/dev/null
+                 printf 'subjectAltName=DNS:localhost,IP:127.0.0.1\n' > names
+                 openssl x509 -req -in server.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile names -out server.pem 2>/dev/null
+                 cp server.key server.pem '{data}'
+                 printf 'host all postgres 127.0.0.1/32 trust\nhostssl all all 127.0.0.1/32 scram-sha-256\n' > '{data}/pg_hba.conf'
+                 printf \"ssl = on\\nssl_cert_file = 'server.pem'\\nssl_key_file = 'server.key'\\n\" >> '{data}/postgresql.conf'
+                 chmod 600 '{data}/server.key'"
+            ),
+        );
+        for file in ["server.key", "server.pem", "pg_hba.conf", "postgresql.conf"] {
+            if root() {
+                run(Command::new("chown").arg(format!("{USER}:")).arg(self.data.join(file))).ok();
+            }
+        }
+        folder.join("ca.pem")
     }
 
     fn conninfo(&self) -> String {

@@ -357,3 +357,34 @@ fn urls_that_cannot_work_are_refused_with_a_sentence() {
         Standby::open(sandbox.folder("a"), config(&database.url("nowhere"))).err().unwrap().to_string();
     assert!(missing.contains("nowhere") && missing.contains("createdb"), "{missing}");
 }
+
+#[test]
+fn connections_are_encrypted_and_certificates_and_passwords_are_checked() {
+    let sandbox = Sandbox::new();
+    let mut database = Database::start(&sandbox);
+    database.create("torchfs");
+    database.sql("torchfs", "CREATE USER torchfs PASSWORD 'secret'; GRANT ALL ON SCHEMA public TO torchfs");
+    database.stop();
+    let authority = database.demand_tls_and_passwords();
+    database.restart();
+    let url = format!("postgres://torchfs@{}/torchfs?sslmode=require", database.address());
+    let right =
+        PostgresConfig { password: Some("secret".into()), ca_file: Some(authority.clone()), ..config(&url) };
+    let engine = lead(&sandbox.folder("a"), right.clone()).unwrap();
+    store(&engine, "k", "v");
+    let encrypted =
+        "SELECT bool_and(ssl) FROM pg_stat_ssl JOIN pg_stat_activity USING (pid) WHERE usename = 'torchfs'";
+    assert_eq!(database.sql("postgres", encrypted), "t");
+    drop(engine);
+    let refused = |config: PostgresConfig| {
+        let error = Standby::open(sandbox.folder("b"), config).err().expect("it is refused").to_string();
+        assert!(!error.contains("secret") && !error.contains("wrong-password"), "{error}");
+        error
+    };
+    let error = refused(PostgresConfig { password: Some("wrong-password".into()), ..right.clone() });
+    assert!(error.contains("--pg-password-file"), "{error}");
+    let error = refused(PostgresConfig { ca_file: None, ..right.clone() });
+    assert!(error.contains("certificate"), "{error}");
+    let error = refused(PostgresConfig { url: url.replace("require", "disable"), ..right });
+    assert!(error.contains("pg_hba.conf"), "{error}");
+}

@@ -1,5 +1,7 @@
 //! `torchfs bench`: load for one service over its wire, for bench/run.py and for people who tune a server.
 
+mod meta;
+
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,6 +30,8 @@ pub struct Args {
 enum What {
     /// Lookups at the metadata service, so many in flight at any moment over one connection
     Lookups(Lookups),
+    /// Clients at the metadata service, each with a session and one request under way
+    Meta(meta::Args),
 }
 
 #[derive(clap::Args)]
@@ -58,7 +62,10 @@ struct Lookups {
 
 /// Measures and prints.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let What::Lookups(args) = args.what;
+    let args = match args.what {
+        What::Lookups(args) => args,
+        What::Meta(args) => return meta::run(&args).map(|()| ExitCode::SUCCESS),
+    };
     let found = args.connect.find()?;
     let (count, seconds) = roles::block_on(async {
         let cluster = Cluster::remote(&found);
