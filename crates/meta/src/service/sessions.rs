@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use torchfs_proto::attr::Time;
 use torchfs_proto::layout::Scheme;
-use torchfs_proto::msg::meta::{Done, Event, Op, OpenSession, Request, SessionInfo, SessionReport};
+use torchfs_proto::msg::meta::{Done, Event, Op, OpenSession, Request, SessionInfo, SessionReport, lease};
 use torchfs_proto::record::{self, Answered, DeadRange};
 use torchfs_proto::{BlockId, Code, Fault, IdRange, Ino, Result, Seq, SessionId, VolumeId, key};
 
@@ -183,7 +183,10 @@ impl Meta {
                     state.leases.know(id, (volume, *ino), true);
                 }
                 for (ino, bits) in leases {
-                    if in_time && view.find_inode(*ino)?.is_some() {
+                    // A file that is to be written and is not there: its creation was not durable, and comes again before
+                    // the commits that need this grant.
+                    let told_again = bits & (lease::WRITE | lease::SHARED) != 0;
+                    if in_time && (told_again || view.find_inode(*ino)?.is_some()) {
                         grants.extend(state.leases.reclaim(id, (volume, *ino), *bits, now));
                     }
                 }

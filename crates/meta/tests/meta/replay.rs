@@ -6,7 +6,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use torchfs_meta::Config;
 use torchfs_proto::attr::Kind;
-use torchfs_proto::msg::meta::{Done, Make, Op, Request};
+use torchfs_proto::msg::meta::{Done, Make, Op, Request, lease};
 use torchfs_proto::{Code, Ino};
 
 use crate::world::{World, raw, rounds, seed};
@@ -86,6 +86,29 @@ fn what_a_crash_takes_is_done_again_by_replay() {
     assert_eq!(attr.ino, told.ino);
     assert_eq!(a.names(&world, Ino::ROOT), ["kept", "other", "lost"]);
     assert_eq!(world.problems(), Vec::<String>::new());
+}
+
+#[test]
+fn the_right_to_write_a_file_is_reclaimed_before_its_lost_creation_is_replayed() {
+    let world = World::new();
+    let mut a = world.client();
+    a.file(&world, "kept");
+    world.sync();
+    let mut request = a.request(make("lost"));
+    let Ok(Done::Made { attr: told, .. }) = world.start(request.clone()).ready().result else { panic!() };
+    let world = world.power_cut(3);
+    a.call(&world, Op::ResumeSession).unwrap();
+    let leases = vec![(told.ino, lease::WRITE)];
+    let reclaim = a.request(Op::Reclaim { leases, open: vec![], last: true });
+    let granted = world.start(reclaim).ready().grants;
+    assert!(
+        granted.iter().any(|grant| grant.ino == told.ino && grant.bits & lease::WRITE != 0),
+        "{granted:?}"
+    );
+    // Commits to it come right behind its creation and name this grant.
+    request.made = Some(told.ino);
+    let Ok(Done::Made { attr: again, .. }) = world.start(request).ready().result else { panic!() };
+    assert_eq!(again.ino, told.ino);
 }
 
 #[test]
