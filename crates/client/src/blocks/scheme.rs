@@ -50,14 +50,16 @@ impl<'a> Shape<'a> {
         self.group.target().get(usize::from(piece)).copied()
     }
 
-    /// Where a piece may be, the likeliest first: the place it was put to when that was not its home, its home, and the home
-    /// it moves to.
+    /// Where a piece may be, the likeliest first: the place it was put to when that was not its home, its home, the home it
+    /// moves to, and those it was to move to before.
     pub fn places(&self, piece: u8, substitutes: &[(u8, ServerId)]) -> Vec<ServerId> {
         let at = usize::from(piece);
         let substitutes = substitutes.iter().filter(|(n, _)| *n == piece).map(|(_, server)| *server);
         let homes = [&self.group.servers, &self.group.moving_to];
         let mut places: Vec<ServerId> = Vec::with_capacity(2);
-        for server in substitutes.chain(homes.into_iter().filter_map(|servers| servers.get(at).copied())) {
+        let homes = homes.into_iter().filter_map(|servers| servers.get(at).copied());
+        let former = self.group.former.iter().filter(|(n, _)| *n == piece).map(|(_, server)| *server);
+        for server in substitutes.chain(homes).chain(former) {
             if !places.contains(&server) {
                 places.push(server);
             }

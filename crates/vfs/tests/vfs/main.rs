@@ -3,5 +3,6 @@
 
 mod content;
 mod names;
+mod policy;
 mod two;
 mod world;

@@ -129,6 +129,11 @@ impl World {
         Vfs::new(config, meta, blocks, host)
     }
 
+    /// Pieces that the data servers hold.
+    pub fn pieces(&self) -> usize {
+        self.servers.values().map(|server| server.pieces.lock().len()).sum()
+    }
+
     /// From now on data servers refuse what they are given, or take it again.
     pub fn break_servers(&self, broken: bool) {
         self.servers.values().for_each(|server| server.broken.store(broken, Ordering::Release));

@@ -1,0 +1,97 @@
+//! Policies of folders and files: new content follows them, and old content is written again by them.
+
+use bytes::Bytes;
+use torchfs_proto::attr::Kind;
+use torchfs_proto::{Code, Ino};
+use torchfs_vfs::{Caller, Vfs};
+
+use crate::world::{RDWR, WHO, close, content, create, run, write};
+
+const ROOT: Caller = Caller { uid: 0, gid: 0, pid: 1 };
+
+async fn redundancy(vfs: &Vfs, ino: Ino) -> String {
+    let value = vfs.getxattr(ino, b"torchfs.redundancy").await.unwrap();
+    String::from_utf8(value.to_vec()).unwrap()
+}
+
+fn noise(len: u32) -> Bytes {
+    (0..len).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect()
+}
+
+#[test]
+fn what_is_made_in_a_folder_follows_its_policy() {
+    run(|world| async move {
+        let vfs = world.mount().await;
+        let folder = vfs.make(WHO, Ino::ROOT, b"folder", Kind::Dir, 0o755, 0, b"").await.unwrap().attr.ino;
+        assert_eq!(redundancy(&vfs, folder).await, "replicas:2");
+        vfs.setxattr(ROOT, folder, b"torchfs.redundancy", b"replicas:1", 0).await.unwrap();
+        assert_eq!(redundancy(&vfs, folder).await, "replicas:1");
+        assert!(vfs.listxattr(folder).await.unwrap().is_empty(), "policies are in no listing");
+
+        let (node, opened) = vfs.create(WHO, folder, b"file", 0o644, RDWR).await.unwrap();
+        let ino = node.attr.ino;
+        assert_eq!(redundancy(&vfs, ino).await, "replicas:1");
+        let before = world.pieces();
+        write(&vfs, ino, opened.fh, 0, noise(1 << 20)).await;
+        close(&vfs, ino, opened.fh).await;
+        assert_eq!(world.pieces() - before, 1, "one copy of one block");
+        assert_eq!(content(&vfs, ino).await, noise(1 << 20));
+
+        let (other, opened) = create(&vfs, "elsewhere").await;
+        let before = world.pieces();
+        write(&vfs, other, opened.fh, 0, noise(1 << 20)).await;
+        close(&vfs, other, opened.fh).await;
+        assert_eq!(world.pieces() - before, 2);
+        assert_eq!(world.problems().await, Vec::<String>::new());
+        vfs.shutdown().await.unwrap();
+    });
+}
+
+#[test]
+fn a_file_is_written_again_by_its_policy_and_keeps_its_bytes() {
+    run(|world| async move {
+        let vfs = world.mount().await;
+        let (ino, opened) = create(&vfs, "file").await;
+        let bytes = noise(9_000_000);
+        write(&vfs, ino, opened.fh, 0, bytes.clone()).await;
+        close(&vfs, ino, opened.fh).await;
+        let attr = vfs.getattr(ino, None).await.unwrap().attr;
+        vfs.setxattr(ROOT, ino, b"torchfs.redundancy", b"replicas:1", 0).await.unwrap();
+        let before = world.pieces();
+        vfs.setxattr(ROOT, ino, b"torchfs.restripe", b"1", 0).await.unwrap();
+        let again = world.pieces() - before;
+        assert!((1..=3).contains(&again), "{again} pieces: one copy of each block");
+        assert_eq!(content(&vfs, ino).await, bytes);
+        let after = vfs.getattr(ino, None).await.unwrap().attr;
+        assert_eq!((after.size, after.mtime), (attr.size, attr.mtime), "programs see nothing of it");
+        let before = world.pieces();
+        vfs.setxattr(ROOT, ino, b"torchfs.restripe", b"1", 0).await.unwrap();
+        assert_eq!(world.pieces(), before, "there is nothing left to do");
+        assert_eq!(world.problems().await, Vec::<String>::new());
+        vfs.shutdown().await.unwrap();
+    });
+}
+
+#[test]
+fn only_the_owner_and_root_set_policies_and_nonsense_is_refused() {
+    run(|world| async move {
+        let vfs = world.mount().await;
+        let (ino, opened) = create(&vfs, "file").await;
+        close(&vfs, ino, opened.fh).await;
+        let other = Caller { uid: 5, ..WHO };
+        let set = |who: Caller, name: &'static [u8], value: &'static [u8]| {
+            let vfs = vfs.clone();
+            async move { vfs.setxattr(who, ino, name, value, 0).await.map_err(|fault| fault.code) }
+        };
+        assert_eq!(set(other, b"torchfs.redundancy", b"replicas:1").await, Err(Code::Permission));
+        assert_eq!(set(ROOT, b"torchfs.redundancy", b"replicas:0").await, Err(Code::Invalid));
+        assert_eq!(set(ROOT, b"torchfs.redundancy", b"ec:4").await, Err(Code::Invalid));
+        assert_eq!(set(ROOT, b"torchfs.stripe", b"many").await, Err(Code::Invalid));
+        assert_eq!(set(ROOT, b"torchfs.nothing", b"1").await, Err(Code::Unsupported));
+        assert_eq!(set(WHO, b"torchfs.redundancy", b"replicas:1").await, Ok(()));
+        assert_eq!(redundancy(&vfs, ino).await, "replicas:1");
+        assert_eq!(set(WHO, b"torchfs.redundancy", b"").await, Ok(()));
+        assert_eq!(redundancy(&vfs, ino).await, "replicas:2");
+        vfs.shutdown().await.unwrap();
+    });
+}
