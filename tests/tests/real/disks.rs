@@ -1,11 +1,14 @@
-//! A data server with several disks: one of them fails alone, an empty one takes its place.
+//! A data server's disks: one of several fails alone, an empty one takes its place, and what rots is healed.
 
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 
 use torchfs_tests::powercut::Disk;
-use torchfs_tests::{Cluster, Options, Rng, Sandbox, eventually};
+use torchfs_tests::{Cluster, Options, Rng, Sandbox, eventually, sys};
+
+use crate::storage::find;
 
 /// How many servers count as up.
 fn living(cluster: &Cluster) -> usize {
@@ -85,6 +88,42 @@ fn a_disk_fails_alone_and_an_empty_one_takes_its_place() {
     for n in 0..120 {
         assert!(fs::read(fresh.at(&format!("f{n}"))).unwrap() == content(n), "f{n}");
     }
+    eventually("what was on the lost disk to be copied again", || {
+        let ran = cluster.torchfs(["fsck"]);
+        if ran.code == Some(0) { Ok(()) } else { Err(ran.out) }
+    });
+}
+
+#[test]
+fn a_flipped_bit_is_found_and_healed_without_being_asked() {
+    let words = ["--scrub-rate", "1GiB", "--scrub-every", "1s", "--watch-every", "200ms"];
+    let cluster = Cluster::with(Options {
+        redundancy: Some("replicas:2".into()),
+        data_args: words.map(String::from).to_vec(),
+        ..Options::default()
+    });
+    let mount = cluster.mount();
+    let bytes = Rng::new(77).bytes(6 << 20);
+    fs::write(mount.at("f"), &bytes).unwrap();
+    let at = 1_500_000;
+    let print = &bytes[at..at + 64];
+    let holds = |n: &usize| find(&cluster.data_dir(*n), print);
+    let (n, (path, place)) = (0..3).find_map(|n| Some((n, holds(&n)?))).expect("some server has it");
+    // While the server runs, as a platter does it.
+    let segment = File::options().read(true).write(true).open(&path).unwrap();
+    let byte = sys::read_at(&segment, place, 1).unwrap()[0];
+    segment.write_all_at(&[byte ^ 64], place).unwrap();
+    segment.sync_all().unwrap();
+    assert!(holds(&n).is_none(), "the only copy on this server is damaged");
+    eventually("the scrub to find it", || {
+        let log = cluster.data[n].log();
+        if log.contains("a piece is damaged") { Ok(()) } else { Err(log) }
+    });
+    eventually("a good copy to take its place", || {
+        holds(&n).map(|_| ()).ok_or_else(|| format!("{}\n{}", cluster.data[n].log(), cluster.meta.log()))
+    });
+    cluster.fsck();
+    assert!(fs::read(cluster.mount().at("f")).unwrap() == bytes);
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use torchfs_tests::{Cluster, Options, Rng, eventually, sys};
 
 /// Where some bytes lie below a folder.
-fn find(folder: &Path, bytes: &[u8]) -> Option<(PathBuf, u64)> {
+pub fn find(folder: &Path, bytes: &[u8]) -> Option<(PathBuf, u64)> {
     for entry in fs::read_dir(folder).ok()?.flatten() {
         let path = entry.path();
         if path.is_dir() {
