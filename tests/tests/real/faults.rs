@@ -1,8 +1,8 @@
-//! Faults on machines of their own: kills, stops, cut and slow cables, power cuts, full disks, flipped bits, several at once and in
-//! every order, while writers and readers record what they were told.
+//! Faults on machines of their own: kills, stops, cut and slow cables, power cuts, several at once and in every order, while
+//! writers and readers record what they were told.
 //!
-//! The idea: at the end nothing that was acknowledged is lost and nothing wrong was read. Between them the storms bring
-//! more than a hundred faults in `make test` and thousands in `make soak`. Each prints its seed; `TORCHFS_SEED` repeats it.
+//! The idea: at the end nothing that was acknowledged is lost and nothing wrong was read. The storm brings forty faults in
+//! `make test` and more than a thousand in `make soak`. Each prints its seed; `TORCHFS_SEED` repeats it.
 
 use torchfs_tests::storm::{Climate, Fault, Storm};
 use torchfs_tests::{count, seed, sys};
