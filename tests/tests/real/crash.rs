@@ -364,7 +364,7 @@ fn orphaned_blocks_are_collected_and_blocks_in_flight_never() {
         lease_term_ms: Some(300),
         ..Options::default()
     });
-    let steady = cluster.mount();
+    let mut steady = cluster.mount();
     let before = blocks(&cluster);
     // Clients that die in the middle of writing leave blocks that nobody owns.
     for round in 0..3 {
@@ -409,6 +409,8 @@ fn orphaned_blocks_are_collected_and_blocks_in_flight_never() {
         fs::remove_file(steady.at(&format!("dying-{round}"))).ok();
     }
     drop(fresh);
+    // Blocks that a living client put and did not name go with its session's ranges, not before.
+    steady.unmount(cluster.client());
     eventually("blocks that nobody owns to be collected", || {
         cluster.torchfs(["gc", "--timeout", "2s"]);
         let now = blocks(&cluster);
