@@ -11,6 +11,7 @@ mod faults;
 mod posix;
 mod postgres;
 mod programs;
+mod resilience;
 mod storage;
 mod suites;
 mod takeover;
