@@ -59,6 +59,21 @@ pub struct Header {
     pub pairs: u64,
 }
 
+impl Header {
+    /// Of a dump of this engine that begins now.
+    pub fn of(engine: &dyn Engine, wall_ns: i64) -> Header {
+        let stats = engine.stats();
+        Header {
+            cluster: engine.cluster(),
+            incarnation: engine.incarnation(),
+            fence: engine.fence(),
+            seq: engine.ordered(),
+            wall_ns,
+            pairs: stats.replica_keys + stats.overlay_keys,
+        }
+    }
+}
+
 /// What a dump says after its last frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Trailer {
@@ -302,15 +317,7 @@ pub fn store(
     to: &mut dyn Write,
     mut told: impl FnMut(u64),
 ) -> Result<(Header, Trailer)> {
-    let stats = engine.stats();
-    let header = Header {
-        cluster: engine.cluster(),
-        incarnation: engine.incarnation(),
-        fence: engine.fence(),
-        seq: engine.ordered(),
-        wall_ns,
-        pairs: stats.replica_keys + stats.overlay_keys,
-    };
+    let header = Header::of(engine, wall_ns);
     let mut writer = Writer::new(&header)?;
     let mut write = |bytes: Vec<u8>| to.write_all(&bytes).map_err(Error::io("cannot write the dump"));
     let mut failed = None;

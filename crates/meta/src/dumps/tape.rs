@@ -119,15 +119,7 @@ impl Tapes {
             return Err(Fault::new(Code::Overloaded, format!("{RUNS_MAX} dumps are being made already"))
                 .next("wait until one of them is done"));
         }
-        let stats = engine.stats();
-        let header = Header {
-            cluster: engine.cluster(),
-            incarnation: engine.incarnation(),
-            fence: engine.fence(),
-            seq: engine.ordered(),
-            wall_ns,
-            pairs: stats.replica_keys + stats.overlay_keys,
-        };
+        let header = Header::of(engine, wall_ns);
         self.next += 1;
         let tape = Tape { changes: Vec::new(), bytes: 0, last: header.seq, asked: now, over: None };
         let work =
