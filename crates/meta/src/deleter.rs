@@ -119,15 +119,22 @@ impl Meta {
         let from = key::space(volume, key::Space::DeadBlock);
         let to = key::dead_block(volume, now_ms + 1, BlockId::default());
         let mut due = Vec::new();
+        let table = &state.members.table;
+        // Where groups have left servers that are still to be searched, pieces may be there too. The search takes them for pieces
+        // in flight once nothing here names them.
+        let unsearched: Vec<ServerId> =
+            table.servers.values().filter(|s| s.reconcile).map(|s| s.id).collect();
         view.scan(&from, &to, false, &mut |at, dead: DeadBlock| {
             if dead.born > durable {
                 return ControlFlow::Continue(());
             }
             if let Some(id) = key::Parts::of(at).and_then(|parts| parts.block_at(8)) {
                 let substitutes = dead.substitutes.unwrap_or_default();
-                // Servers that are out are searched for what is left on them when they come back.
-                let table = &state.members.table;
                 let mut holders = table.holders(id, dead.layout, &substitutes);
+                holders.extend(&unsearched);
+                holders.sort_unstable();
+                holders.dedup();
+                // Servers that are out are searched for what is left on them when they come back.
                 holders.retain(|id| table.servers.get(id).is_some_and(|s| s.state != ServerState::Out));
                 due.push(Due { at: at.to_vec(), id, holders });
             }

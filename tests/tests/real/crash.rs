@@ -414,9 +414,7 @@ fn orphaned_blocks_are_collected_and_blocks_in_flight_never() {
     eventually("blocks that nobody owns to be collected", || {
         cluster.torchfs(["gc", "--timeout", "2s"]);
         let now = blocks(&cluster);
-        // A known defect: the first block of each dead client sometimes stays, one in two copies for each of the three.
-        let left = before + 6;
-        if now <= left { Ok(()) } else { Err(format!("{now} pieces, {before} at the beginning")) }
+        if now <= before { Ok(()) } else { Err(format!("{now} pieces, {before} at the beginning")) }
     });
     cluster.fsck();
 }

@@ -205,9 +205,11 @@ impl Meta {
 
     /// Moves groups: off servers that go, and gently to even out the others.
     fn reshape(&self, state: &mut State, now: Instant) -> Result<()> {
+        // Dead blocks count: where their pieces are is known from their groups.
         let mut blocks = 0;
         for volume in state.volumes.keys() {
-            blocks += self.view(*volume).counters()?.blocks;
+            let counters = self.view(*volume).counters()?;
+            blocks += counters.blocks + counters.dead;
         }
         let at_once = blocks == 0;
         let (auto, asked) = (!state.repairs.settings.no_rebalance, state.repairs.balance_now);

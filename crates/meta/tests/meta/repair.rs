@@ -305,6 +305,27 @@ fn servers_that_join_an_empty_cluster_share_it_at_once() {
 }
 
 #[test]
+fn pieces_of_dead_blocks_are_found_after_servers_joined() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 2);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 24, BIG);
+    (3..=6).for_each(|server| servers.add(&world, server, ""));
+    writer.empty(&world);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    // No block is alive, but what the dead ones left is still where it was.
+    for _ in 0..60 {
+        servers.advance_ms(&world, 1_000);
+        servers.repair(&world);
+        runtime.block_on(world.meta.collect(&servers));
+    }
+    servers.rest(&world);
+    assert_eq!(world.blocks(), []);
+    assert_eq!((1..=6).map(|server| servers.count(server)).sum::<usize>(), 0, "pieces stay behind");
+    assert_eq!(places(&world), [4, 4, 4, 4, 4, 4]);
+}
+
+#[test]
 fn a_layout_is_replaced_by_a_wider_one_when_enough_servers_joined() {
     let world = world("ec:2+1");
     let servers = Servers::join(&world, 2);

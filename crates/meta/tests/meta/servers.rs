@@ -338,21 +338,30 @@ impl Writer {
         };
         let range = RangeOp::Write { offset: self.size, len: u64::from(block.len), source };
         self.size += u64::from(block.len);
-        let commit = Commit {
-            ino: self.ino,
-            grant: self.grant,
-            blocks: vec![block],
-            ranges: vec![range],
-            mtime: None,
-            kill_privileges: false,
-            expect: None,
-        };
+        self.change(world, vec![block], range)
+    }
+
+    /// Gives up all blocks of the file.
+    pub fn empty(&mut self, world: &World) {
+        self.size = 0;
+        self.change(world, Vec::new(), RangeOp::Truncate { size: 0 }).unwrap();
+    }
+
+    fn change(&mut self, world: &World, blocks: Vec<NewBlock>, range: RangeOp) -> Result<()> {
         self.client.renew(world);
         let reply = self.client.reply(world, Op::OpenData { ino: self.ino, write: true });
         if let Some(grant) = reply.grants.iter().find(|grant| grant.bits & 24 != 0) {
             self.grant = grant.number;
         }
-        let commit = Commit { grant: self.grant, ..commit };
+        let commit = Commit {
+            ino: self.ino,
+            grant: self.grant,
+            blocks,
+            ranges: vec![range],
+            mtime: None,
+            kill_privileges: false,
+            expect: None,
+        };
         self.client.call(world, Op::Commit(commit)).map(|_| ())
     }
 
