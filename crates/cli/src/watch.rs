@@ -80,13 +80,13 @@ pub async fn watch(
     let bar = bar(what, options.json);
     let stop = roles::stop_signal()?;
     tokio::pin!(stop);
-    loop {
+    let said = loop {
         let now = stand(&report);
         bar.set_length(now.total.max(now.at));
         bar.set_position(now.at);
         bar.set_message(format!("{}, {}/s", now.says, print::size(report.rate)));
         if now.done {
-            break;
+            break now.says;
         }
         tokio::select! {
             () = &mut stop => {
@@ -97,12 +97,12 @@ pub async fn watch(
             () = tokio::time::sleep(Duration::from_millis(500)) => {}
         }
         report = look(tool, None).await?;
-    }
+    };
     bar.finish_and_clear();
     if options.json {
         println!("{:#}", describe(&report));
     } else {
-        println!("{what} is done; {}", repair_stand(&report).says);
+        println!("{what} is done; {said}");
     }
     if report.lost > 0 {
         if !options.json {

@@ -7,6 +7,7 @@
 //! # Invariants
 //! - Up, down and out are records; figures and suspicion are not.
 //! - A server that was down or out and comes back has its groups checked for missing pieces and itself for stale ones.
+//! - So has one that was started anew, for missing pieces: what it lost with its last process nobody else knows.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -42,6 +43,7 @@ pub struct Members {
 struct Live {
     heard: Instant,
     reported: bool,
+    placement: u64,
     total: u64,
     free: u64,
     used: u64,
@@ -157,6 +159,12 @@ impl Members {
         id
     }
 
+    /// Whether this is the first report of a process that serves: one that knows nothing of the placement yet.
+    pub fn begins(&self, id: ServerId, beat: &Heartbeat) -> bool {
+        let knew = |live: &Live| !live.reported || live.placement > 0;
+        beat.total > 0 && beat.placement == 0 && self.live.get(&id).is_none_or(knew)
+    }
+
     /// Takes in a heartbeat's figures.
     pub fn heard(&mut self, id: ServerId, beat: &Heartbeat, now: Instant) {
         let before = self.live.entry(id).or_insert_with(|| Live::silent(now));
@@ -174,6 +182,7 @@ impl Members {
             heard: now,
             // The first heartbeat of a new server comes before its store is open.
             reported: before.reported || beat.total > 0,
+            placement: beat.placement,
             total: beat.total,
             free: beat.free,
             used: beat.used,
@@ -342,6 +351,7 @@ impl Live {
         Live {
             heard: now,
             reported: false,
+            placement: 0,
             total: 0,
             free: 0,
             used: 0,

@@ -25,15 +25,17 @@ pub struct Candidate {
     pub open: bool,
 }
 
-/// The redundancy of new data: what was asked for, as far as there are servers for it.
-pub fn scheme(asked: Option<Scheme>, servers: usize) -> Scheme {
-    let copies = |n: usize| Scheme::Replicas(u8::try_from(n.clamp(1, servers.max(1))).unwrap_or(u8::MAX));
+/// The redundancy of new data on so many servers. What was asked for is kept: if no scheme on these servers survives as many
+/// losses, there is none, and writing waits for more servers. Where nothing was asked for, one server is enough.
+pub fn scheme(asked: Option<Scheme>, servers: usize) -> Option<Scheme> {
+    let fits = |scheme: &Scheme| scheme.width() <= servers;
     match asked {
-        None => copies(2),
-        Some(Scheme::Replicas(n)) => copies(usize::from(n)),
-        Some(ec) if ec.width() <= servers => ec,
-        // Too few servers for the pieces: as many copies as would survive the same losses.
-        Some(Scheme::Ec { parity, .. }) => copies(usize::from(parity) + 1),
+        None => [2, 1].map(Scheme::Replicas).into_iter().find(fits),
+        // Too few servers for the pieces: as many copies as survive the same losses.
+        Some(ec @ Scheme::Ec { parity, .. }) => {
+            [ec, Scheme::Replicas(parity.saturating_add(1))].into_iter().find(fits)
+        }
+        Some(copies) => Some(copies).filter(fits),
     }
 }
 
@@ -393,11 +395,19 @@ mod tests {
     }
 
     #[test]
-    fn redundancy_follows_the_servers_there_are() {
-        assert_eq!(scheme(None, 1), Scheme::Replicas(1));
-        assert_eq!(scheme(None, 5), Scheme::Replicas(2));
-        assert_eq!(scheme(Some(Scheme::Replicas(3)), 2), Scheme::Replicas(2));
-        assert_eq!(scheme(Some(Scheme::Ec { data: 4, parity: 2 }), 6), Scheme::Ec { data: 4, parity: 2 });
-        assert_eq!(scheme(Some(Scheme::Ec { data: 4, parity: 2 }), 4), Scheme::Replicas(3));
+    fn redundancy_that_was_asked_for_is_never_less() {
+        let coded = Scheme::Ec { data: 4, parity: 2 };
+        assert_eq!(scheme(None, 0), None);
+        assert_eq!(scheme(None, 1), Some(Scheme::Replicas(1)));
+        assert_eq!(scheme(None, 5), Some(Scheme::Replicas(2)));
+        assert_eq!(scheme(Some(Scheme::Replicas(3)), 3), Some(Scheme::Replicas(3)));
+        assert_eq!(scheme(Some(Scheme::Replicas(3)), 2), None);
+        assert_eq!(scheme(Some(coded), 6), Some(coded));
+        assert_eq!(scheme(Some(coded), 5), Some(Scheme::Replicas(3)));
+        assert_eq!(scheme(Some(coded), 2), None);
+        for asked in [Scheme::Replicas(1), Scheme::Replicas(2), Scheme::Replicas(8), coded] {
+            let given = (0..12).filter_map(|servers| scheme(Some(asked), servers));
+            assert!(given.into_iter().all(|given| given.tolerates() >= asked.tolerates()));
+        }
     }
 }

@@ -120,7 +120,7 @@ impl Table {
         self.layouts.values().rev().find(fits)
     }
 
-    /// The same; makes it if there is none, or a wider one if more servers have joined. `None` without servers.
+    /// The same; makes it if there is none, or a wider one if more servers have joined. `None` without servers enough.
     pub fn ensure_layout(
         &mut self,
         counters: &mut ClusterCounters,
@@ -130,11 +130,12 @@ impl Table {
         let candidates = self.candidates();
         let open = candidates.iter().filter(|candidate| candidate.open).count();
         let found = self.layout_for(asked, stripe).map(|layout| (layout.id, layout.scheme));
-        let wanted = placement::scheme(asked, open);
-        match found {
-            Some((id, scheme)) if open == 0 || scheme == wanted || !better(wanted, scheme, asked) => Some(id),
-            _ if open == 0 => None,
-            found => {
+        match (found, placement::scheme(asked, open)) {
+            (Some((id, scheme)), wanted) if wanted.is_none_or(|wanted| !better(wanted, scheme, asked)) => {
+                Some(id)
+            }
+            (_, None) => None,
+            (found, Some(wanted)) => {
                 let id = LayoutId(counters.next_layout.max(1));
                 counters.next_layout = id.0 + 1;
                 let table = placement::fresh(wanted.width(), stripe.max(1) as usize, &candidates);
@@ -278,6 +279,14 @@ impl Table {
         touched.into_iter().for_each(|at| self.mark_dirty(at));
     }
 
+    /// Pieces of every group may be missing; groups with a server that is down are looked at when it is back.
+    pub fn mark_all_dirty(&mut self) {
+        let up = |id: &ServerId| self.servers.get(id).is_some_and(|s| s.state < ServerState::Down);
+        let whole = self.groups().filter(|(_, _, group)| group.target().iter().all(up));
+        let touched: Vec<GroupAt> = whole.map(|(at, _, _)| at).collect();
+        touched.into_iter().for_each(|at| self.mark_dirty(at));
+    }
+
     /// The server may hold pieces that belong elsewhere.
     pub fn mark_stale(&mut self, server: ServerId) {
         if let Some(record) = self.servers.get_mut(&server) {
@@ -395,5 +404,5 @@ impl Table {
 
 /// Whether the wanted scheme is closer to what was asked for than the one there is.
 fn better(wanted: Scheme, is: Scheme, asked: Option<Scheme>) -> bool {
-    asked == Some(wanted) || wanted.tolerates() > is.tolerates()
+    wanted != is && (asked == Some(wanted) || wanted.tolerates() > is.tolerates())
 }

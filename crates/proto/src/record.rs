@@ -550,6 +550,9 @@ pub struct Repair {
     /// When the last whole scrub ended.
     #[n(3)]
     pub scrubbed: Option<Time>,
+    /// What it came to.
+    #[n(4)]
+    pub last: Option<Scrub>,
 }
 
 /// A scrub that runs.

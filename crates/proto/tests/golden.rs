@@ -532,8 +532,17 @@ fn moving(golden: &mut Golden) {
         bytes: 2,
         bad: 3,
     };
-    let repair = record::Repair { rate: 5, no_rebalance: true, scrub: Some(scrub), scrubbed: None };
-    golden.add("record.repair", repair);
+    let repair = record::Repair {
+        rate: 5,
+        no_rebalance: true,
+        scrub: Some(scrub.clone()),
+        scrubbed: None,
+        last: None,
+    };
+    golden.add("record.repair", repair.clone());
+    let scrubbed = Some(Time { secs: 5, nanos: 6 });
+    golden
+        .add("record.repair_scrubbed", record::Repair { scrub: None, scrubbed, last: Some(scrub), ..repair });
 }
 
 fn disk() -> DiskInfo {

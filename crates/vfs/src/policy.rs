@@ -105,7 +105,13 @@ impl Vfs {
         if placement.current(id).is_none() {
             placement = self.0.meta.fetch_placement().await?;
         }
-        let unknown = || Fault::new(Code::Invalid, format!("layout {id} is not in the placement"));
+        let unknown = || match id.0 {
+            0 => {
+                Fault::new(Code::Unreachable, "too few data servers have joined for the volume's redundancy")
+                    .next("`torchfs status` says how many it needs")
+            }
+            _ => Fault::new(Code::Invalid, format!("layout {id} is not in the placement")),
+        };
         placement.current(id).cloned().ok_or_else(unknown)
     }
 

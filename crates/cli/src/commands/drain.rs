@@ -57,6 +57,11 @@ fn stand(report: &RepairReport, server: ServerId, most: &mut u64) -> Stand {
     };
     let left = u64::from(drain.groups);
     *most = left.max(*most);
+    if left == 0 {
+        // A block of another group may have a piece here in place of a server that was away.
+        let repair = watch::repair_stand(report);
+        return Stand { at: *most, total: *most, ..repair };
+    }
     let says = format!("{left} groups left on it, {} pieces", print::count(drain.pieces));
-    Stand { done: left == 0, at: *most - left, total: *most, says }
+    Stand { done: false, at: *most - left, total: *most, says }
 }

@@ -113,7 +113,10 @@ async fn check_pieces(
                         why.clear();
                         break;
                     }
-                    Err(fault) => why = format!("is missing on data server {home}: {fault}"),
+                    Err(fault) if fault.code == Code::Gone => {
+                        why = format!("is missing on data server {home}: {fault}");
+                    }
+                    Err(fault) => why = format!("cannot be read on data server {home}: {fault}"),
                 }
             }
             if !why.is_empty() && !tool.known_blocks(vec![block]).await?.is_empty() {
@@ -161,7 +164,7 @@ async fn placement(tool: &Tool) -> anyhow::Result<Placement> {
 /// Most pieces or blocks in one answer.
 const LIST_MAX: u32 = 4096;
 
-/// What all servers hold; with `read` every piece is read from its disk as well.
+/// What all servers hold; with `read` only what can be read from its disk.
 async fn list_held(
     tool: &Tool,
     placement: &Placement,
@@ -187,15 +190,9 @@ async fn list_held(
             after = pieces.last().map(|p| (p.block, p.piece));
             for piece in pieces {
                 bar.inc(1);
-                held.insert((piece.block, piece.piece, server.id));
-                if read
-                    && let Err(fault) = tool.verify(&server.addr, piece.block, piece.piece).await
-                    && fault.code != Code::Gone
-                {
-                    problems.push(format!(
-                        "block {} piece {} on data server {} at {}: {fault}",
-                        piece.block, piece.piece, server.id, server.addr
-                    ));
+                // What is damaged counts as missing; if it is needed here, it is asked for once more and named.
+                if !read || tool.verify(&server.addr, piece.block, piece.piece).await.is_ok() {
+                    held.insert((piece.block, piece.piece, server.id));
                 }
             }
             if end || after.is_none() {

@@ -12,8 +12,8 @@ use crate::{print, roles};
 ///
 ///   torchfs scrub --rate 50MiB
 ///
-/// Each data server reads its disks at most at the given rate and checks every checksum. What is bad is made again from the other
-/// pieces. The work goes on when this command ends, and begins again where it was after a restart. `--stop` ends it.
+/// Each data server reads its disks at most at the given rate and checks every checksum. What is bad or missing is made again from
+/// the other pieces. The work goes on when this command ends, and begins again where it was after a restart. `--stop` ends it.
 #[derive(clap::Args)]
 pub struct Args {
     /// End the scrub that runs
@@ -37,16 +37,22 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             println!("the scrub is ended");
             return Ok(ExitCode::SUCCESS);
         }
-        watch::watch(&tool, &args.watching, "scrub", stand).await
+        let mut before = None;
+        watch::watch(&tool, &args.watching, "scrub", |report| {
+            stand(report, *before.get_or_insert(report.pieces_done))
+        })
+        .await
     })
 }
 
-/// Done when everything was read and what was bad is whole again.
-fn stand(report: &RepairReport) -> Stand {
+/// Done when everything was read and what was bad or missing is whole again. `before` is what repair had done by then.
+fn stand(report: &RepairReport, before: u64) -> Stand {
     let scrub = &report.scrub;
     if !scrub.running {
         let repair = watch::repair_stand(report);
-        let says = format!("{} bad pieces found; {}", print::count(scrub.bad), repair.says);
+        let made = print::count(report.pieces_done.saturating_sub(before));
+        let says =
+            format!("{} bad pieces found, {made} made again; {}", print::count(scrub.bad), repair.says);
         // What cannot be repaired is named at the end, not waited for.
         return Stand { done: repair.done || report.lost > 0, says, ..repair };
     }

@@ -178,7 +178,7 @@ fn show(name: &str, common: &Common) -> anyhow::Result<ExitCode> {
         println!("{:#}", describe(volume));
         return Ok(ExitCode::SUCCESS);
     }
-    println!("volume {}", volume.info.name);
+    println!("volume {}{}", volume.info.name, if volume.removed { " (being removed)" } else { "" });
     println!("  redundancy   {}", volume.scheme);
     println!("  block size   {}", print::size(volume.info.block_size.into()));
     println!("  compression  {}", codec(volume.info.compression));
@@ -217,7 +217,10 @@ async fn ask(tool: &Tool, op: VolumeOp) -> anyhow::Result<Vec<VolumeReport>> {
 
 /// Says when there are too few servers for what was asked.
 fn warn(volume: &VolumeReport) {
-    if let Some(asked) = volume.asked.filter(|asked| *asked != volume.scheme) {
+    if volume.info.layout.0 == 0 && !volume.removed {
+        let (scheme, needs) = (volume.scheme, volume.scheme.width());
+        println!("  ! {scheme} needs {needs} data servers; writing waits until they have joined");
+    } else if let Some(asked) = volume.asked.filter(|asked| *asked != volume.scheme) {
         println!(
             "  ! {asked} was asked for and needs {} data servers; until they have joined new data gets {}",
             asked.width(),
@@ -263,6 +266,7 @@ fn describe(volume: &VolumeReport) -> Value {
         "stored": volume.stored,
         "sessions": volume.sessions,
         "removed": volume.removed,
+        "writable": volume.info.layout.0 != 0 && !volume.removed,
     })
 }
 

@@ -2,7 +2,7 @@
 //!
 //! A piece goes to the home that its group names, or, if that server is down, silent or full, to another one that holds no
 //! piece of the block; the commit says where each piece is. While fewer servers live than there are pieces the put waits,
-//! and at last fails with the names of those it missed.
+//! and at last fails with the names of those it missed. It also waits for a layout while too few servers have joined for one.
 //!
 //! # Invariants
 //! - No two pieces of a block are put to one server.
@@ -73,6 +73,7 @@ impl Blocks {
             unreachable!("the semaphore is never closed")
         };
         let until = Instant::now() + self.config.op_timeout;
+        let chosen = self.await_layout(chosen, until).await?;
         let placement = self.placement(chosen).await?;
         let known = placement.current(chosen).map_or_else(|| layout(&placement, chosen), Ok)?;
         let shape = Shape::of(known, id, len as u32)?;
@@ -102,6 +103,22 @@ impl Blocks {
         ::metrics::counter!(metrics::SUBSTITUTES).increment(substitutes.len() as u64);
         let stored = put.pieces.iter().map(|piece| piece.body.stored()).sum();
         Ok(NewBlock { id, len: put.len, layout: put.layout, substitutes, stored, servers })
+    }
+
+    /// The layout, which there is none of until enough servers have joined for the redundancy that the volume asks for.
+    async fn await_layout(&self, mut chosen: LayoutId, until: Instant) -> Result<LayoutId> {
+        while chosen.0 == 0 {
+            if self.is_late(until) {
+                let what = "too few data servers have joined for the redundancy that is asked for";
+                return Err(
+                    Fault::new(Code::Unreachable, what).next("`torchfs status` says how many it needs")
+                );
+            }
+            self.rest(until).await;
+            // Told with every renewal of the session.
+            chosen = self.meta.info().volume.layout;
+        }
+        Ok(chosen)
     }
 
     /// Packs the chunks and makes the pieces.
@@ -216,7 +233,7 @@ impl Blocks {
         let candidates: Vec<&ServerInfo> = placement
             .servers
             .iter()
-            .filter(|server| server.up && server.state <= ServerState::Suspected && !server.draining)
+            .filter(|server| server.up && server.state <= ServerState::Suspected)
             .filter(|server| !taken.contains_key(&server.id) && !failed.contains(&server.id))
             .filter(|server| !shunned(server.id))
             .collect();
@@ -226,7 +243,8 @@ impl Blocks {
             // Among those with about as much room the blocks take turns.
             let turn =
                 put.id.counter.wrapping_add(u64::from(server.id.0)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-            (new_zone, server.free / most, turn >> 32)
+            // One that is being emptied is better than none.
+            (!server.draining, new_zone, server.free / most, turn >> 32)
         });
         let chosen = match substitute {
             Some(substitute) => substitute.id,

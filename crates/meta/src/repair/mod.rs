@@ -19,7 +19,7 @@ mod pass;
 mod scrub;
 mod stale;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use futures_util::future::BoxFuture;
@@ -192,9 +192,9 @@ impl Meta {
         report.drains = draining
             .map(|server| DrainReport { server: server.id, groups: server.groups, pieces: server.pieces })
             .collect();
-        let scrub = repairs.settings.scrub.as_ref();
+        let scrub = repairs.settings.scrub.as_ref().or(repairs.settings.last.as_ref());
         report.scrub = ScrubReport {
-            running: scrub.is_some(),
+            running: repairs.settings.scrub.is_some(),
             pieces: scrub.map_or(0, |scrub| scrub.pieces),
             total: state.members.pieces(),
             bytes: scrub.map_or(0, |scrub| scrub.bytes),
@@ -215,18 +215,26 @@ impl Meta {
     /// Takes in reports of bad pieces; their groups are marked so that a restart forgets none.
     pub(crate) fn report_bad(&self, state: &mut State, pieces: &[BadPiece], now: Instant) -> Result<()> {
         let mut known = Vec::new();
+        let mut stale: BTreeSet<ServerId> = BTreeSet::new();
         for bad in pieces {
-            if let Some((_, record)) = self.find_block(state, bad.block)?
-                && let Some((at, _, _)) = state.members.table.group_of(record.layout, bad.block)
-            {
-                known.push((*bad, at));
+            let table = &state.members.table;
+            let found = self.find_block(state, bad.block)?;
+            let placed = found.as_ref().and_then(|(_, record)| {
+                let (at, _, group) = table.group_of(record.layout, bad.block)?;
+                let substitutes = record.substitutes.as_deref().unwrap_or_default();
+                Some((at, table.holders_of(group, bad.piece, substitutes).contains(&bad.server)))
+            });
+            match placed {
+                Some((at, true)) => known.push((*bad, at)),
+                // Nobody needs it there: it goes, and needs no repair.
+                _ => {
+                    stale.insert(bad.server);
+                }
             }
-        }
-        if known.is_empty() {
-            return Ok(());
         }
         self.edit_members(state, now, |table, _| {
             known.iter().for_each(|(_, at)| table.mark_dirty(*at));
+            stale.iter().for_each(|server| table.mark_stale(*server));
             Ok(())
         })?;
         for (bad, at) in known {

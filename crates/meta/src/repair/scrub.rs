@@ -1,4 +1,5 @@
-//! The scrub: every server reads and checks what it stores, a part at a time; what is bad is pulled again.
+//! The scrub: every server reads and checks what it stores, a part at a time; what is bad is pulled again. At the end all groups
+//! are marked, so that a pass looks for what is not there at all.
 //!
 //! How far it is on each server is written down now and then, so a restart goes on from there.
 
@@ -108,6 +109,7 @@ impl Meta {
             tracing::info!(pieces = scrub.pieces, bad = scrub.bad, "every piece was read and checked");
             settings.scrubbed = Some(torchfs_proto::attr::Time::from_ns(self.clock.wall_ns()));
             settings.scrub = None;
+            settings.last = Some(Scrub { cursors: Vec::new(), done: Vec::new(), ..scrub });
         } else {
             settings.scrub = Some(scrub);
         }
@@ -117,6 +119,13 @@ impl Meta {
         } else {
             state.repairs.settings = settings;
         }
-        self.report_bad(state, &bad, now)
+        self.report_bad(state, &bad, now)?;
+        if ended {
+            self.edit_members(state, now, |table, _| {
+                table.mark_all_dirty();
+                Ok(())
+            })?;
+        }
+        Ok(())
     }
 }

@@ -177,10 +177,15 @@ impl Meta {
                 .push(format!("{groups} placement groups survive no further loss until they are repaired"));
         }
         for volume in state.volumes.values().filter(|volume| !volume.removed) {
-            let (asked, is) = (self.policy_of(volume).0, self.volume_layout(state, volume).1);
-            if let Some(asked) = asked.filter(|asked| *asked != is)
-                && !servers.is_empty()
-            {
+            let (asked, (layout, is)) = (self.policy_of(volume).0, self.volume_layout(state, volume));
+            let Some(asked) = asked.filter(|_| !servers.is_empty()) else { continue };
+            if layout.0 == 0 {
+                warnings.push(format!(
+                    "volume {} asks for {asked}: writing waits until {} data servers are up",
+                    volume.name,
+                    asked.width()
+                ));
+            } else if asked != is {
                 warnings.push(format!(
                     "volume {} asks for {asked}, but there are servers for {is} only",
                     volume.name

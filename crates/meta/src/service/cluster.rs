@@ -118,6 +118,13 @@ impl Meta {
                 server
             }
         };
+        if state.members.begins(server, beat) {
+            self.edit_members(state, now, |table, _| {
+                table.mark_server_dirty(server);
+                Ok(())
+            })?;
+            state.repairs.changed();
+        }
         state.members.heard(server, beat, now);
         if !beat.bad.is_empty() {
             let bad = beat.bad.iter().map(|(block, piece)| BadPiece { block: *block, piece: *piece, server });

@@ -165,7 +165,7 @@ impl Meta {
         state.volumes.values().filter(|volume| !volume.removed).map(|volume| self.policy_of(volume)).collect()
     }
 
-    /// The layout for new blocks of a volume; 0 before any server has joined.
+    /// The layout for new blocks of a volume; 0 before enough servers have joined.
     pub(super) fn volume_layout(&self, state: &State, volume: &record::Volume) -> (LayoutId, Scheme) {
         let (asked, stripe) = self.policy_of(volume);
         let layout = state.members.table.layout_for(asked, stripe);
@@ -202,8 +202,12 @@ impl Meta {
         let (asked, stripe) = (policy.scheme.or(asked), policy.stripe.unwrap_or(stripe));
         match table.ensure_layout(counters, asked, stripe) {
             Some(layout) => Ok(Some(layout)),
-            None => Err(Fault::new(Code::Unreachable, "no data server has joined")
-                .next("start data servers with `torchfs data`")),
+            None => {
+                let needs = asked.unwrap_or(Scheme::Replicas(1));
+                let what = format!("{needs} needs {} data servers that are up", needs.width());
+                // Not a fault that passes by itself: whoever asks is told at once.
+                Err(Fault::new(Code::Invalid, what).next("start data servers with `torchfs data`"))
+            }
         }
     }
 

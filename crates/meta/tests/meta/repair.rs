@@ -279,6 +279,7 @@ fn a_new_server_gets_its_share_of_groups_gently() {
     let servers = Servers::join(&world, 3);
     let mut writer = Writer::new(&world, "f");
     writer.write(&world, &servers, 36, BIG);
+    servers.settle(&world);
     servers.add(&world, 4, "");
     world.advance_ms(2_000);
     let report = world.repair_report();
@@ -424,7 +425,59 @@ fn pieces_that_a_reader_or_a_scrub_finds_bad_are_replaced() {
     assert_eq!(servers.scrubbed(), 300);
     servers.settle(&world);
     clean(&world, &servers);
-    assert!(world.repair_report().scrub.last_end > 0);
+    let scrub = world.repair_report().scrub;
+    assert!(scrub.last_end > 0 && !scrub.running);
+    assert_eq!((scrub.pieces, scrub.bad), (300, 1), "what it came to is told after its end");
+    let scrub = world.restart().repair_report().scrub;
+    assert_eq!((scrub.pieces, scrub.bad), (300, 1), "also after a restart");
+}
+
+#[test]
+fn a_scrub_finds_what_is_not_there_at_all() {
+    let world = world("ec:2+1");
+    let servers = Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 20, BIG);
+    servers.settle(&world);
+    servers.wipe(2);
+    assert_eq!(world.repair_report().dirty, 0, "nobody knows of it");
+    world.admin(Op::Scrub { on: true });
+    while servers.scrub_step(&world) {}
+    servers.settle(&world);
+    clean(&world, &servers);
+    assert_eq!(servers.count(2), 20);
+}
+
+#[test]
+fn what_a_server_lost_with_its_last_process_is_found_when_it_starts_again() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 24, BIG);
+    servers.settle(&world);
+    let beat = |placement: u64| {
+        world.admin(Op::Heartbeat(Heartbeat {
+            store: 2,
+            addr: addr(2),
+            total: 1 << 40,
+            free: 1 << 39,
+            placement,
+            ..Heartbeat::default()
+        }));
+        world.repair_report().dirty
+    };
+    let version = world.placement().version;
+    assert_eq!((beat(version), beat(version)), (0, 0));
+    // It was gone for less time than it takes to count as down.
+    servers.wipe(2);
+    assert!(beat(0) > 0);
+    servers.settle(&world);
+    clean(&world, &servers);
+    assert_eq!(
+        (beat(0), beat(version)),
+        (0, 0),
+        "the answer to its first report may be lost; that is no new start"
+    );
 }
 
 #[test]

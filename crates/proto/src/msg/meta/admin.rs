@@ -196,7 +196,7 @@ pub struct DrainReport {
 /// How far a scrub is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Encode, Decode)]
 pub struct ScrubReport {
-    /// It runs.
+    /// It runs; if not, the figures are those of the last whole one.
     #[n(0)]
     pub running: bool,
     /// Pieces read.
