@@ -2,7 +2,8 @@
 //! record what they were told.
 //!
 //! The idea: a storm is a row of rounds. In each one the clients work, faults strike, last a moment, and are put right in
-//! any order; then everything that was promised is looked for. Which faults strike whom follows from the seed alone, so a
+//! any order; then everything that was promised is looked for. In some climates an operator moves groups meanwhile: he drains
+//! servers, takes that back, evens out, adds servers. Which faults strike whom follows from the seed alone, so a
 //! seed tells the story again, if not its exact timing.
 //!
 //! # Invariants
@@ -66,12 +67,25 @@ pub struct Climate {
     pub servers: usize,
     /// As `--redundancy` takes it.
     pub redundancy: &'static str,
+    /// How many pieces a block has.
+    pub width: usize,
     /// How many data servers may suffer at once.
     pub tolerated: usize,
     /// What may happen to data servers.
     pub data: &'static [Fault],
+    /// Groups move: servers are drained and join, and those that are silent are out within seconds.
+    pub moves: bool,
     /// More arguments for `torchfs meta`.
     pub meta_args: &'static [&'static str],
+}
+
+/// What an operator does between two rounds. It goes on during the next ones.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Move {
+    Drain(usize),
+    TakeBack(usize),
+    Rebalance,
+    Join,
 }
 
 /// A cluster in a storm.
@@ -87,6 +101,7 @@ pub struct Storm {
     faults: u64,
     /// Whose disk has flipped bits that no scrub has healed yet.
     flipped: Option<usize>,
+    draining: Vec<usize>,
 }
 
 #[derive(Debug)]
@@ -106,6 +121,8 @@ const WRITERS: u64 = 2;
 const READERS: u64 = 2;
 /// How long faults last at most: well within a session's term.
 const HOLD: Duration = Duration::from_millis(2500);
+/// How many servers may join.
+const JOINS: usize = 2;
 
 impl Storm {
     /// Builds the cluster, mounts it twice and fills the archive.
@@ -113,8 +130,14 @@ impl Storm {
         let sandbox = Sandbox::new();
         let meta_disk = Disk::new(&sandbox, "disk-meta", 2048);
         let disk = |n| Disk::new(&sandbox, &format!("disk-{n}"), 1024);
-        let data_disks: Vec<Disk> = (0..climate.servers).map(disk).collect();
+        let joins = if climate.moves { JOINS } else { 0 };
+        let data_disks: Vec<Disk> = (0..climate.servers + joins).map(disk).collect();
         let texts = |list: &[&str]| list.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>();
+        let mut meta_args = texts(climate.meta_args);
+        meta_args.extend(texts(&["--repair-retry-ms", "500"]));
+        if climate.moves {
+            meta_args.extend(texts(&["--server-timeout-ms", "1200", "--out-after", "1s"]));
+        }
         let options = Options {
             servers: climate.servers,
             redundancy: Some(climate.redundancy.into()),
@@ -122,7 +145,7 @@ impl Storm {
             session_term_ms: Some(20_000),
             meta_dir: Some(meta_disk.path().join("meta")),
             data_dirs: data_disks.iter().map(|d| d.path().join("data")).collect(),
-            meta_args: texts(climate.meta_args),
+            meta_args,
             data_args: texts(&["--segment-size", "32MiB"]),
             // Little memory, so that reads go to the servers.
             mount_args: texts(&["--cache-size", "8MiB"]),
@@ -138,7 +161,18 @@ impl Storm {
             })
             .collect();
         let archive = Archive::write(clients[0].mount.path(), "archive", 24, 40 << 20, rng.next());
-        Storm { climate, rng, cluster, meta_disk, data_disks, clients, archive, faults: 0, flipped: None }
+        Storm {
+            climate,
+            rng,
+            cluster,
+            meta_disk,
+            data_disks,
+            clients,
+            archive,
+            faults: 0,
+            flipped: None,
+            draining: vec![],
+        }
     }
 
     /// Rounds until there were this many faults; then the last reckoning.
@@ -174,6 +208,9 @@ impl Storm {
     }
 
     fn round(&mut self) {
+        if self.climate.moves && self.rng.chance(1, 2) {
+            self.make_move();
+        }
         let mut work = self.start_work();
         work.go_on(&mut self.rng);
         let mut killed = None;
@@ -237,7 +274,7 @@ impl Storm {
         use Fault::{Cut, Kill, Power, Slow, Stop};
         let mut chosen = vec![];
         let most = self.climate.tolerated as u64;
-        let mut servers: Vec<usize> = (0..self.climate.servers).collect();
+        let mut servers: Vec<usize> = (0..self.cluster.data.len()).collect();
         for _ in 0..self.rng.range(u64::from(most > 0), most + 1) {
             let n = servers.swap_remove(self.rng.below(servers.len() as u64) as usize);
             chosen.push((Who::Data(n), *self.rng.pick(self.climate.data)));
@@ -350,7 +387,7 @@ impl Storm {
     /// Kills, or cuts the power of, every server at the same moment; they come back one after the other, in any order.
     fn strike_all(&mut self) {
         let power = self.rng.chance(1, 2);
-        self.faults += 1 + self.climate.servers as u64;
+        self.faults += 1 + self.cluster.data.len() as u64;
         self.cluster.meta.kill_soon();
         self.cluster.data.iter().for_each(crate::Proc::kill_soon);
         if power {
@@ -362,7 +399,7 @@ impl Storm {
             self.meta_disk.revive();
             self.data_disks.iter().for_each(Disk::revive);
         }
-        let mut order: Vec<usize> = (0..=self.climate.servers).collect();
+        let mut order: Vec<usize> = (0..=self.cluster.data.len()).collect();
         self.rng.shuffle(&mut order);
         println!("{} faults, now all at once (power {power}), back in the order {order:?}", self.faults);
         for n in order {
@@ -390,20 +427,56 @@ impl Storm {
         });
     }
 
+    /// Begins to move groups, or takes it back.
+    fn make_move(&mut self) {
+        let servers = self.cluster.data.len();
+        let mut moves = vec![Move::Rebalance];
+        moves.extend(self.draining.iter().map(|n| Move::TakeBack(*n)));
+        // So many have to stay that writing goes on while others suffer.
+        if servers > self.climate.width + self.climate.tolerated + self.draining.len() {
+            let stays = (0..servers).filter(|n| !self.draining.contains(n));
+            moves.extend(stays.map(Move::Drain));
+        }
+        if servers < self.data_disks.len() {
+            moves.extend([Move::Join; 2]);
+        }
+        let chosen = *self.rng.pick(&moves);
+        println!("{} faults, and the operator: {chosen:?}", self.faults);
+        let address = |n: usize| self.cluster.data_addresses()[n].clone();
+        match chosen {
+            Move::Rebalance => drop(self.cluster.torchfs(["rebalance", "--no-wait"]).ok()),
+            Move::Drain(n) => {
+                self.cluster.torchfs(["drain", &address(n), "--no-wait"]).ok();
+                self.draining.push(n);
+            }
+            Move::TakeBack(n) => {
+                self.cluster.torchfs(["drain", &address(n), "--stop"]).ok();
+                self.draining.retain(|other| *other != n);
+            }
+            Move::Join => drop(self.cluster.add_server(&[])),
+        }
+    }
+
     /// Has a disk's flipped bits healed, as an operator would after a warning.
     fn scrub(&mut self, n: usize) {
         println!("scrub, for the disk of server {n}");
-        self.cluster.torchfs(["scrub"]).ok();
+        let said = self.cluster.torchfs(["scrub", "--rate", "1GiB"]).ok();
+        println!("{}", said.trim());
     }
 
-    /// Everything, through a client that was never there before.
+    /// Everything, through a client that was never there before; and with full redundancy.
     fn reckon(&mut self) {
+        for n in std::mem::take(&mut self.draining) {
+            let address = self.cluster.data_addresses()[n].clone();
+            self.cluster.torchfs(["drain", &address, "--stop"]).ok();
+        }
         let fresh = self.cluster.mount();
         for client in &mut self.clients {
             promises::check(fresh.path(), &mut client.ledgers, Level::Told);
         }
         self.archive.check(fresh.path());
-        self.cluster.fsck();
+        self.cluster.torchfs(["servers", "--wait"]).ok();
+        self.cluster.torchfs(["fsck", "--data"]).ok();
     }
 }
 
@@ -434,13 +507,11 @@ const BALLAST: &str = "ballast";
 pub fn fill(disk: &Path) {
     let mut at = 0;
     let file = File::create(disk.join(BALLAST)).expect("the disk takes one more file");
-    for size in [8 << 20, 64 << 10, 4096] {
-        let bytes = vec![1; size];
-        while file.write_all_at(&bytes, at).is_ok() {
-            at += size as u64;
+    for size in [64 << 20, 1 << 20, 64 << 10, 4096] {
+        while sys::fallocate(&file, 0, at, size).is_ok() {
+            at += size;
         }
     }
-    file.sync_all().ok();
 }
 
 /// Flips single bits of what lies in a data server's segments, while the server runs.

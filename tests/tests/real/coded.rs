@@ -2,17 +2,27 @@
 
 use std::fs::{self, File};
 use std::io::Write;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use torchfs_tests::{Cluster, Options, Rng, eventually};
+
+use crate::storage::find;
 
 fn cluster(servers: usize, mount_args: &[&str]) -> Cluster {
     Cluster::with(Options {
         servers,
         redundancy: Some("ec:4+2".into()),
+        meta_args: ["--repair-retry-ms", "500"].map(String::from).to_vec(),
         mount_args: mount_args.iter().map(|arg| (*arg).to_owned()).collect(),
         ..Options::default()
     })
+}
+
+/// Every block has all its pieces again, and each of them is whole.
+fn check_pieces(cluster: &Cluster) {
+    cluster.torchfs(["servers", "--wait"]).ok();
+    cluster.torchfs(["fsck", "--data"]).ok();
 }
 
 /// Files of every size around the borders: inline, copied, coded, several blocks; with and without what shrinks.
@@ -58,6 +68,7 @@ fn erasure_coded_files_survive_the_loss_of_any_two_servers() {
         cluster.restart();
     }
     check_all(cluster.mount().path(), &files);
+    check_pieces(&cluster);
 }
 
 #[test]
@@ -81,6 +92,7 @@ fn writing_goes_on_with_substitutes_while_two_servers_are_down() {
     check_all(mount.path(), &before);
     drop(mount);
     cluster.restart();
+    check_pieces(&cluster);
 }
 
 #[test]
@@ -112,4 +124,31 @@ fn with_too_few_servers_writing_waits_and_then_names_those_it_misses() {
     cluster.restart();
     fs::write(mount.at("late"), &files[5].1).unwrap();
     assert!(fs::read(mount.at("late")).unwrap() == files[5].1);
+    check_pieces(&cluster);
+}
+
+#[test]
+fn flipped_bits_in_coded_pieces_are_not_noticed_by_readers_and_heal() {
+    let cluster = cluster(6, &[]);
+    let bytes = Rng::new(74).bytes(3 << 20);
+    fs::write(cluster.mount().at("f"), &bytes).unwrap();
+    // One in each of two data pieces of the block, as many as may be lost, while the servers run.
+    let prints = [&bytes[200_000..200_064], &bytes[2_500_000..2_500_064]];
+    let mut flipped = Vec::new();
+    for print in prints {
+        let on = |n: usize| Some((n, find(&cluster.data_dir(n), print)?));
+        let (n, (path, at)) = (0..6).find_map(on).expect("some server has it");
+        let file = File::options().write(true).open(path).unwrap();
+        file.write_all_at(&[print[0] ^ 16], at).unwrap();
+        file.sync_all().unwrap();
+        flipped.push((n, print));
+    }
+    assert_ne!(flipped[0].0, flipped[1].0, "two data pieces are on two servers");
+    assert!(fs::read(cluster.mount().at("f")).unwrap() == bytes, "wrong bytes were served");
+    for (n, print) in flipped {
+        eventually("what the reader told of to be made again", || {
+            find(&cluster.data_dir(n), print).map(drop).ok_or_else(|| cluster.data[n].log())
+        });
+    }
+    check_pieces(&cluster);
 }

@@ -17,3 +17,4 @@ mod suites;
 mod takeover;
 mod tidy;
 mod two_mounts;
+mod volumes;

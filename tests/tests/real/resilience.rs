@@ -3,16 +3,25 @@
 //! The idea: an archive of known files is written, something happens, and everything reads back through a client that has
 //! seen none of it. Whether the redundancy is really there is shown by losing the next servers.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::time::Duration;
 
 use serde_json::Value;
 use torchfs_tests::readers::Archive;
-use torchfs_tests::{Cluster, Options, eventually};
+use torchfs_tests::{Cluster, Mount, Options, Rng, eventually, sys};
+
+use crate::storage::find;
 
 /// A cluster whose timers are short enough to wait for.
 fn cluster(servers: usize, redundancy: &str, out_after: &str) -> Cluster {
-    Cluster::with(Options {
+    Cluster::with(options(servers, redundancy, out_after))
+}
+
+fn options(servers: usize, redundancy: &str, out_after: &str) -> Options {
+    Options {
         servers,
         redundancy: Some(redundancy.into()),
         lease_term_ms: Some(300),
@@ -23,7 +32,7 @@ fn cluster(servers: usize, redundancy: &str, out_after: &str) -> Cluster {
         data_args: ["--segment-size", "32MiB"].map(String::from).to_vec(),
         mount_args: ["--cache-size", "8MiB"].map(String::from).to_vec(),
         ..Options::default()
-    })
+    }
 }
 
 const NEVER: &str = "1h";
@@ -192,4 +201,167 @@ fn top_names_the_client_that_is_busy() {
             _ => Err(said),
         }
     });
+}
+
+/// Writes and syncs; what comes back is the acknowledgement.
+fn write_synced(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    sys::close(file)
+}
+
+/// Expects that a write which cannot have its redundancy is refused, after a wait, with an error that is no damage.
+#[track_caller]
+fn refused(mount: &Mount, name: &str, len: usize) {
+    let error = write_synced(&mount.at(name), &Rng::new(len as u64).bytes(len))
+        .expect_err("a write was acknowledged with less redundancy than it asks for");
+    let code = error.raw_os_error();
+    assert!([libc::EHOSTUNREACH, libc::ETIMEDOUT].contains(&code.unwrap_or(0)), "{name}: {error}");
+    let log = mount.agent.log();
+    assert!(log.contains("data servers"), "the log must say what is missing:\n{log}");
+}
+
+/// Every server but the ones that may be lost is killed; then nothing is acknowledged until they are back.
+fn too_few(redundancy: &str, servers: usize, lost: &[usize]) {
+    let mut cluster = Cluster::with(Options {
+        mount_args: ["--cache-size", "8MiB", "--op-timeout", "3s"].map(String::from).to_vec(),
+        ..options(servers, redundancy, "4s")
+    });
+    let mount = cluster.mount();
+    let bytes = Rng::new(40).bytes(3 << 20);
+    write_synced(&mount.at("before"), &bytes).unwrap();
+    lost.iter().for_each(|n| cluster.data[*n].kill());
+    // Nobody has noticed yet; then it is known; then the groups would move, if there were anywhere to go.
+    refused(&mount, "at-once", 1 << 20);
+    for state in ["down", "out"] {
+        lost.iter().for_each(|n| await_state(&cluster, *n, state));
+        refused(&mount, state, 1 << 20);
+    }
+    // What is made meanwhile gets no less.
+    cluster.torchfs(["volume", "create", "late"]).ok();
+    cluster.torchfs(["volume", "create", "later", "--redundancy", redundancy]).ok();
+    let late = cluster.mount_volume(Some("late"));
+    let later = cluster.mount_volume(Some("later"));
+    refused(&late, "f", 1 << 20);
+    refused(&later, "f", 1 << 20);
+    // Nor after the service has forgotten who was there before.
+    cluster.meta.kill();
+    cluster.meta.start();
+    refused(&cluster.mount(), "restarted", 1 << 20);
+    assert!(fs::read(mount.at("before")).unwrap() == bytes);
+
+    cluster.restart();
+    for mount in [&mount, &late, &later] {
+        eventually("writing to go on", || {
+            write_synced(&mount.at("after"), &bytes).map_err(|error| error.to_string())
+        });
+    }
+    await_repair(&cluster);
+    cluster.torchfs(["fsck", "--data"]).ok();
+    // As many as the redundancy tolerates may go again.
+    cluster.data[servers - 1].kill();
+    for volume in [None, Some("late"), Some("later")] {
+        assert!(fs::read(cluster.mount_volume(volume).at("after")).unwrap() == bytes);
+    }
+}
+
+#[test]
+fn with_one_server_of_two_nothing_is_acknowledged_with_one_copy() {
+    too_few("replicas:2", 2, &[0]);
+}
+
+#[test]
+fn with_too_few_servers_nothing_is_acknowledged_with_fewer_pieces() {
+    too_few("ec:2+2", 4, &[0, 1]);
+}
+
+#[test]
+fn before_enough_servers_have_joined_writing_waits() {
+    let mut cluster = Cluster::with(Options {
+        mount_args: ["--op-timeout", "3s"].map(String::from).to_vec(),
+        ..options(1, "replicas:2", NEVER)
+    });
+    let mount = cluster.mount();
+    refused(&mount, "early", 1 << 20);
+    let warnings = cluster.status()["warnings"].to_string();
+    assert!(warnings.contains("writing waits until 2 data servers are up"), "{warnings}");
+    let shown = cluster.torchfs(["volume", "show", "main"]).ok();
+    assert!(shown.contains("writing waits"), "{shown}");
+    cluster.add_server(&[]);
+    let bytes = Rng::new(41).bytes(1 << 20);
+    eventually("writing to go on", || {
+        write_synced(&mount.at("f"), &bytes).map_err(|error| error.to_string())
+    });
+    let refused =
+        cluster.torchfs(["policy", "set", &mount.path().to_string_lossy(), "--redundancy", "replicas:3"]);
+    let said = refused.fails();
+    assert!(said.contains("data servers") || mount.agent.log().contains("replicas:3 needs 3"), "{said}");
+    cluster.data[0].kill();
+    assert!(fs::read(cluster.mount().at("f")).unwrap() == bytes);
+}
+
+/// Flips a bit of each of these contents on the first server that has it; gives (server, content).
+fn flip_each<'a>(cluster: &Cluster, contents: &[&'a [u8]]) -> Vec<(usize, &'a [u8])> {
+    let mut flipped = Vec::new();
+    for content in contents {
+        let on = |n: usize| Some((n, find(&cluster.data_dir(n), content)?));
+        let (n, (path, at)) = (0..cluster.data.len()).find_map(on).expect("some server has it");
+        let file = File::options().read(true).write(true).open(path).unwrap();
+        file.write_all_at(&[content[0] ^ 4], at).unwrap();
+        file.sync_all().unwrap();
+        flipped.push((n, *content));
+    }
+    flipped
+}
+
+/// Bits rot in data that nobody reads; the command finds and heals all of them.
+fn scrubbed(redundancy: &str, servers: usize) {
+    let mut options = options(servers, redundancy, NEVER);
+    // Nobody finds them before the command does.
+    options.data_args.extend(["--scrub-rate", "0"].map(String::from));
+    let mut cluster = Cluster::with(options);
+    let files: Vec<Vec<u8>> = (0..6).map(|n| Rng::new(500 + n).bytes(1_500_000)).collect();
+    {
+        let mut mount = cluster.mount();
+        for (n, bytes) in files.iter().enumerate() {
+            fs::write(mount.at(&format!("f{n}")), bytes).unwrap();
+        }
+        mount.unmount(cluster.client());
+    }
+    cluster.torchfs(["fsck", "--data"]).ok();
+    let prints: Vec<&[u8]> = files.iter().map(|bytes| &bytes[100_000..100_064]).collect();
+    let flipped = flip_each(&cluster, &prints);
+    let problems = cluster.torchfs(["fsck", "--data"]);
+    assert_ne!(problems.code, Some(0), "fsck --data must see the flipped bits: {}", problems.out);
+
+    let said = cluster.torchfs(["scrub", "--json"]).ok();
+    let report: Value = serde_json::from_str(&said).expect("--json prints JSON");
+    assert_eq!(report["scrub"]["bad"], flipped.len(), "{said}");
+    for (n, content) in &flipped {
+        assert!(find(&cluster.data_dir(*n), content).is_some(), "server {n} has no good copy yet\n{said}");
+    }
+    cluster.torchfs(["fsck", "--data"]).ok();
+    let said = cluster.torchfs(["scrub"]).ok();
+    assert!(said.contains("0 bad pieces found"), "{said}");
+    // Each of those that were damaged is needed now.
+    for other in 0..servers {
+        cluster.data[other].kill();
+        let mount = cluster.mount();
+        for (n, bytes) in files.iter().enumerate() {
+            assert!(fs::read(mount.at(&format!("f{n}"))).unwrap() == *bytes, "f{n} without server {other}");
+        }
+        cluster.data[other].start();
+        cluster.ready();
+    }
+}
+
+#[test]
+fn a_scrub_of_copies_says_what_it_found_and_heals_it() {
+    scrubbed("replicas:2", 3);
+}
+
+#[test]
+fn a_scrub_of_coded_pieces_says_what_it_found_and_heals_it() {
+    scrubbed("ec:4+2", 6);
 }
