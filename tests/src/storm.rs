@@ -230,9 +230,10 @@ impl Storm {
             }
             self.last(&work);
             let mut healing = chosen;
-            while !healing.is_empty() {
-                let next = self.rng.below(healing.len() as u64) as usize;
-                let (who, fault) = healing.swap_remove(next);
+            self.rng.shuffle(&mut healing);
+            // A new client opens a session, which needs the service: it comes last.
+            healing.sort_by_key(|healed| matches!(healed, (Who::Client(_), Fault::Kill)));
+            for (who, fault) in healing {
                 self.heal(who, fault);
             }
         }
@@ -340,7 +341,6 @@ impl Storm {
         match (fault, who) {
             (Fault::Kill, Who::Meta) => self.cluster.meta.start(),
             (Fault::Kill, Who::Data(n)) => self.cluster.data[n].start(),
-            // It opens a session, which needs the others; they are put right by then or soon.
             (Fault::Kill, Who::Client(n)) => self.replace_client(n),
             (Fault::Stop, who) => self.signal(who, libc::SIGCONT),
             (Fault::Cut, who) => self.on_host(who, |host| host.rejoin()),

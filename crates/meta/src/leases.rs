@@ -240,7 +240,15 @@ impl Leases {
             lease::SHARED => lease::WRITE | lease::READ,
             _ => DATA,
         };
-        let bits = if self.conflicts(session, node, against, now).is_empty() { bits } else { bits & !DATA };
+        let free = |against: u8| self.conflicts(session, node, against, now).is_empty();
+        let bits = match bits & DATA {
+            _ if free(against) => bits,
+            // Others share it: so can this one, which may have changes to tell again.
+            data if data & (lease::WRITE | lease::SHARED) != 0 && free(lease::WRITE | lease::READ) => {
+                bits & !DATA | lease::SHARED
+            }
+            _ => bits & !DATA,
+        };
         let writes = bits & (lease::WRITE | lease::SHARED) != 0;
         self.know(session, node, true);
         let grant = (bits != 0).then(|| self.give(session, node, bits))?;
@@ -474,6 +482,20 @@ impl Leases {
         self.nodes.get(&node).map_or(0, |shelf| {
             shelf.holds.iter().find(|h| h.session == session).map_or(0, |h| self.bits(h, now))
         })
+    }
+
+    /// Who holds what of an inode, for messages.
+    pub fn describe(&self, node: Node, now: Instant) -> String {
+        let holds = self.nodes.get(&node).map(|shelf| shelf.holds.as_slice()).unwrap_or_default();
+        let hold = |hold: &Hold| {
+            let (bits, since, number) = (self.bits(hold, now), hold.write_since, hold.number);
+            format!("{bits:#x} of session {} ({since} to {number})", hold.session)
+        };
+        if holds.is_empty() {
+            "nothing".into()
+        } else {
+            holds.iter().map(hold).collect::<Vec<_>>().join(", ")
+        }
     }
 
     /// A number for an operation that begins to wait.

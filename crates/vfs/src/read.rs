@@ -134,7 +134,15 @@ impl Vfs {
     /// Fetches a page of extents and keeps it if nothing overtook it.
     pub(crate) async fn fetch_extents(&self, node: &Arc<Inode>, from: u64) -> Result<()> {
         let asked = self.asked();
+        let known = node.lock().file().version;
         let page = self.ask_extents(node.ino, from..u64::MAX).await?;
+        if page.version < known {
+            // It lost a change that it had told of; asking again would bring the same.
+            let what = format!("version {known} of inode {} was told, and is {} now", node.ino, page.version);
+            return Err(
+                Fault::new(Code::Io, what).next("mount again, and look at the metadata service's log")
+            );
+        }
         let mut state = node.lock();
         let epoch = self.0.meta.lease_epoch();
         let file = state.file();

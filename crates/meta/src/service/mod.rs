@@ -488,7 +488,11 @@ impl Meta {
         };
         match state.leases.may_write(request.session, (volume, ino), grant, now) {
             true => Ok(()),
-            false => Err(Fault::new(Code::Fenced, format!("grant {grant} on inode {ino} is over"))),
+            false => {
+                let held = state.leases.describe((volume, ino), now);
+                let what = format!("grant {grant} on inode {ino} is over; held is {held}");
+                Err(Fault::new(Code::Fenced, what))
+            }
         }
     }
 
