@@ -114,16 +114,20 @@ impl Ledger {
         let (version, len) = self.next_version();
         let bytes = content(self.writer, name, version, len);
         self.attempt(name, Content::Part { version, len });
-        let mut file = OpenOptions::new().create(true).truncate(true).write(true).open(folder.join(name))?;
+        let mut file = at(
+            "open",
+            name,
+            OpenOptions::new().create(true).truncate(true).write(true).open(folder.join(name)),
+        )?;
         let pieces = self.rng.range(1, 5) as usize;
         for piece in bytes.chunks(bytes.len().div_ceil(pieces).max(1)) {
-            file.write_all(piece)?;
+            at("write", name, file.write_all(piece))?;
         }
         self.attempt(name, Content::Whole { version, len });
         if self.rng.chance(1, 2) {
-            file.sync_all()?;
+            at("fsync", name, file.sync_all())?;
         }
-        sys::close(file)?;
+        at("close", name, sys::close(file))?;
         self.told(name);
         self.durable(name, cut);
         Ok(())
@@ -133,12 +137,12 @@ impl Ledger {
     fn replace(&mut self, folder: &Path, name: &str, cut: &AtomicBool) -> io::Result<()> {
         let (version, len) = self.next_version();
         let temporary = folder.join(format!("{name}.tmp"));
-        let file = File::create(&temporary)?;
-        file.write_all_at(&content(self.writer, name, version, len), 0)?;
-        file.sync_all()?;
-        sys::close(file)?;
+        let file = at("create beside", name, File::create(&temporary))?;
+        at("write beside", name, file.write_all_at(&content(self.writer, name, version, len), 0))?;
+        at("fsync beside", name, file.sync_all())?;
+        at("close beside", name, sys::close(file))?;
         self.attempt(name, Content::Whole { version, len });
-        fs::rename(&temporary, folder.join(name))?;
+        at("rename", name, fs::rename(&temporary, folder.join(name)))?;
         self.told(name);
         if self.rng.chance(1, 2) {
             sys::sync_folder(folder)?;
@@ -152,7 +156,7 @@ impl Ledger {
             return Ok(());
         }
         self.attempt(name, Content::Absent);
-        fs::remove_file(folder.join(name))?;
+        at("remove", name, fs::remove_file(folder.join(name)))?;
         self.told(name);
         if self.rng.chance(1, 2) {
             sys::sync_folder(folder)?;
@@ -165,14 +169,15 @@ impl Ledger {
     fn append(&mut self, folder: &Path, cut: &AtomicBool) -> io::Result<()> {
         let len = self.rng.range(1, 3000);
         let bytes = stream(self.writer, self.log_told, len);
-        let mut file = OpenOptions::new().create(true).append(true).open(folder.join("log"))?;
+        let mut file =
+            at("open", "log", OpenOptions::new().create(true).append(true).open(folder.join("log")))?;
         self.log_tried = self.log_told + len;
-        file.write_all(&bytes)?;
+        at("append", "log", file.write_all(&bytes))?;
         self.log_told = self.log_tried;
         if self.rng.chance(1, 3) {
-            file.sync_all()?;
+            at("fsync", "log", file.sync_all())?;
         }
-        sys::close(file)?;
+        at("close", "log", sys::close(file))?;
         if !cut.load(Ordering::SeqCst) {
             self.log_durable = self.log_told;
             self.closed.store(self.log_told, Ordering::SeqCst);
@@ -399,6 +404,11 @@ pub fn check(mount: &Path, ledgers: &mut [Ledger], level: Level) {
         }
         ledger.check(mount, level);
     }
+}
+
+/// Says in an error what was being done.
+fn at<T>(call: &str, name: &str, done: io::Result<T>) -> io::Result<T> {
+    done.map_err(|error| io::Error::new(error.kind(), format!("{call} {name}: {error}")))
 }
 
 /// The bytes of a version of a file.

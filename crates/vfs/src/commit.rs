@@ -29,8 +29,9 @@ use crate::{Vfs, metrics, unexpected};
 /// Most ranges that share a block.
 const PACKED_RANGES: usize = COMMIT_RANGES_MAX / 2;
 
-/// How often a commit whose grant was stale is sent again under a new one.
-pub(crate) const STALE_TRIES: u32 = 3;
+/// How often a commit whose grant was stale is sent again, a tick apart. After a pause of this process or of the network it
+/// takes a while until the session has its leases again, and what was written must not be lost to that.
+pub(crate) const STALE_TRIES: u32 = 300;
 
 /// Bytes of a file on their way into one block, or into the commit itself.
 pub(crate) struct Sealed {
@@ -270,6 +271,7 @@ impl Vfs {
                 Err(fault) if fault.code == Code::Fenced && stale < STALE_TRIES => {
                     stale += 1;
                     self.ask_data(node, true).await?;
+                    tick.await;
                 }
                 Err(fault) => return Err(fault),
             }

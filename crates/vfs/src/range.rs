@@ -148,6 +148,7 @@ impl Vfs {
         let asked = self.asked();
         let mut stale = 0;
         let Changed { done, seq } = loop {
+            let tick = self.0.tick.listen();
             let op = Op::CopyRange {
                 from: from.ino,
                 from_offset: source.start,
@@ -161,6 +162,7 @@ impl Vfs {
                 Err(fault) if fault.code == Code::Fenced && stale < STALE_TRIES => {
                     stale += 1;
                     self.ask_data(&to, true).await?;
+                    tick.await;
                 }
                 changed => break changed?,
             }

@@ -111,6 +111,24 @@ fn the_right_to_write_a_file_is_reclaimed_before_its_lost_creation_is_replayed()
     assert_eq!(again.ino, told.ino);
 }
 
+/// Found by a storm: a commit that was answered was refused after a restart, because another session still shared the file.
+#[test]
+fn who_has_changes_to_tell_again_shares_a_file_with_those_who_share_it() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    let f = a.file(&world, "f");
+    world.sync();
+    let world = world.power_cut(5);
+    let reclaim = |client: &mut crate::world::Client, bits: u8| {
+        client.call(&world, Op::ResumeSession).unwrap();
+        let request = client.request(Op::Reclaim { leases: vec![(f, bits)], open: vec![], last: true });
+        let granted = world.start(request).ready().grants;
+        granted.iter().filter(|grant| grant.ino == f).fold(0, |bits, grant| bits | grant.bits)
+    };
+    assert_eq!(reclaim(&mut b, lease::SHARED), lease::SHARED);
+    assert_eq!(reclaim(&mut a, lease::WRITE), lease::SHARED);
+}
+
 #[test]
 fn an_answer_that_rests_on_anothers_change_waits_until_it_is_durable() {
     let world = World::new();

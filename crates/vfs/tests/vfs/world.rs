@@ -78,6 +78,8 @@ pub fn run_with<F: Future<Output = ()>>(config: torchfs_meta::Config, test: impl
 pub struct World {
     service: Arc<torchfs_meta::Meta>,
     pub calls: Arc<AtomicU64>,
+    /// So many commits more arrive under leases that have run out.
+    pub late_commits: Arc<AtomicU64>,
     servers: HashMap<String, Arc<Server>>,
     _background: Background,
 }
@@ -103,7 +105,13 @@ impl World {
             Arc::new(torchfs_meta::Meta::open(Arc::new(engine), Arc::new(SystemClock), config).unwrap());
         let background = Background::start(service.clone(), Arc::new(NoPeers)).unwrap();
         let servers = (1..=2).map(|i| (format!("data{i}"), Arc::default())).collect();
-        Arc::new(World { service, calls: Arc::default(), servers, _background: background })
+        Arc::new(World {
+            service,
+            calls: Arc::default(),
+            late_commits: Arc::default(),
+            servers,
+            _background: background,
+        })
     }
 
     pub async fn mount(self: &Arc<World>) -> Vfs {
@@ -192,29 +200,34 @@ impl Connector for Within {
     fn link(&self, addr: &str) -> Link {
         let service: Arc<dyn Service> = match self.0.servers.get(addr) {
             Some(server) => server.clone(),
-            None => Arc::new(Counted { service: self.0.service.clone(), calls: self.0.calls.clone() }),
+            None => Arc::new(Counted(self.0.clone())),
         };
         Link::fixed(Connection::local(service, Peer::new(addr, Role::Agent)))
     }
 }
 
 /// The metadata service, counting what it is asked on behalf of programs.
-struct Counted {
-    service: Arc<torchfs_meta::Meta>,
-    calls: Arc<AtomicU64>,
-}
+struct Counted(Arc<World>);
 
 impl Service for Counted {
-    fn call(self: Arc<Self>, peer: Peer, request: Request) -> Answering {
+    fn call(self: Arc<Self>, peer: Peer, mut request: Request) -> Answering {
+        let one_less = |left: u64| left.checked_sub(1);
+        if let Ok(mut asked) = msg::decode::<meta::Request>(&request.body)
+            && let meta::Op::Commit(commit) = &mut asked.op
+            && self.0.late_commits.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less).is_ok()
+        {
+            commit.grant = u64::MAX;
+            request.body = msg::encode(&asked).into();
+        }
         let op = msg::decode::<meta::Request>(&request.body).map(|request| request.op);
         let upkeep = matches!(
             op,
             Ok(meta::Op::Renew | meta::Op::Listen { .. } | meta::Op::Ack { .. } | meta::Op::Forget { .. })
         );
         if !upkeep {
-            self.calls.fetch_add(1, Ordering::AcqRel);
+            self.0.calls.fetch_add(1, Ordering::AcqRel);
         }
-        self.service.clone().call(peer, request)
+        self.0.service.clone().call(peer, request)
     }
 }
 
