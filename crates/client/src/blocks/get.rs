@@ -193,8 +193,9 @@ impl Blocks {
             if !fault.what.starts_with("data server") {
                 fault = server.named(fault);
             }
-            // At other places than the likeliest nobody wonders.
-            if !fault.code.retry() && (first || fault.code != Code::Gone) {
+            // At other places than the likeliest nobody wonders, nor while the group moves.
+            let expected = first && reading.shape.group.moving_to.is_empty();
+            if !fault.code.retry() && (expected || fault.code != Code::Gone) {
                 tracing::warn!(block = %block.id, piece, server = %server.id, "a piece cannot be read: {fault}");
             }
             Miss { piece, server: Some(server.id), first, fault }
