@@ -127,8 +127,9 @@ impl DataDisk {
         if let Some(fault) = self.store.failure() {
             return DiskInfo { id, path, failed: true, fault: fault.to_owned(), ..DiskInfo::default() };
         }
-        let Stat { total, free, used, pieces, .. } = *self.last.lock();
-        DiskInfo { id, path, total, free, used, pieces, failed: false, fault: String::new() }
+        let Stat { total, free, used, pieces, fs, fs_free, fs_share, .. } = *self.last.lock();
+        let (failed, fault) = (false, String::new());
+        DiskInfo { id, path, total, free, used, pieces, failed, fault, fs, fs_free, fs_share }
     }
 }
 

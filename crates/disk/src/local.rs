@@ -16,7 +16,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -31,6 +31,8 @@ pub struct LocalDisk {
     dir: PathBuf,
     /// The folder itself, open for syncing its names.
     folder: File,
+    /// The number of the file system below.
+    fs: u64,
     /// Held, never read: the lock ends with it.
     _lock: Option<File>,
 }
@@ -41,7 +43,8 @@ impl LocalDisk {
         let dir = dir.as_ref().to_path_buf();
         make_dir_durably(&dir).map_err(|e| named(&dir, "cannot make the folder", e))?;
         let folder = File::open(&dir).map_err(|e| named(&dir, "cannot open the folder", e))?;
-        Ok(LocalDisk { dir, folder, _lock: None })
+        let fs = folder.metadata().map_or(0, |meta| file_system(meta.dev()));
+        Ok(LocalDisk { dir, folder, fs, _lock: None })
     }
 
     /// Opens the folder for this process alone. Fails with [`io::ErrorKind::WouldBlock`] if another one holds it.
@@ -153,8 +156,19 @@ impl Disk for LocalDisk {
         Ok(Space {
             total: stat.f_blocks.saturating_mul(stat.f_frsize),
             free: stat.f_bavail.saturating_mul(stat.f_frsize),
+            fs: self.fs,
         })
     }
+}
+
+/// A number for a file system of this machine. Device numbers mean something within one running kernel, which has a number of
+/// its own; so processes on one machine agree, and those on different ones do not.
+fn file_system(device: u64) -> u64 {
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let digits: String = boot.chars().filter(char::is_ascii_hexdigit).collect();
+    let Ok(boot) = u128::from_str_radix(&digits, 16) else { return 0 };
+    let kernel = (boot >> 64) as u64 ^ boot as u64;
+    kernel ^ device.rotate_left(32).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
 /// One open file of the machine.
@@ -514,5 +528,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let space = LocalDisk::open(dir.path()).unwrap().space().unwrap();
         assert!(space.total >= space.free && space.total > 0);
+        let other = LocalDisk::open(dir.path().join("other")).unwrap().space().unwrap();
+        assert!(space.fs != 0 && space.fs == other.fs, "two folders of one file system have one number");
+        assert_ne!(file_system(1), file_system(2));
     }
 }

@@ -211,7 +211,7 @@ impl Disk for SimDisk {
 
     fn space(&self) -> io::Result<Space> {
         let state = self.on()?;
-        Ok(Space { total: state.capacity, free: state.capacity.saturating_sub(state.used) })
+        Ok(Space { total: state.capacity, free: state.capacity.saturating_sub(state.used), fs: 0 })
     }
 }
 

@@ -6,14 +6,18 @@
 //!
 //! # Invariants
 //! - Up, down and out are records; figures and suspicion are not.
-//! - A server that was down or out and comes back has its groups checked for missing pieces and itself for stale ones.
-//! - So has one that was started anew, for missing pieces: what it lost with its last process nobody else knows.
+//! - A server that was down or out and comes back has its groups checked for missing pieces and itself for stale ones; one whose
+//!   disk is lost has its groups checked, and one whose disk is new or back is searched for stale pieces: what was deleted
+//!   meanwhile was not told to that disk.
+//! - One that was started anew has its groups checked too: what it lost with its last process nobody else knows.
+//! - Who was down when the service started stays down until it is heard; who was up counts as up until it is silent for too long
+//!   from then on, so a start raises no alarm.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use torchfs_proto::attr::Time;
-use torchfs_proto::layout::{DiskInfo, Load, Placement, Scheme, ServerInfo, ServerState};
+use torchfs_proto::layout::{DiskInfo, Load, Placement, Room, Scheme, ServerInfo, ServerState};
 use torchfs_proto::msg::block::SessionLoad;
 use torchfs_proto::msg::meta::{BAD_MAX, Heartbeat};
 use torchfs_proto::record::{self, ClusterCounters};
@@ -148,12 +152,15 @@ impl Members {
         let id = record.id;
         let returns = before.state >= ServerState::Down && record.state == ServerState::Up;
         let lost_disk = before.disks.iter().any(|disk| !record.disks.contains(disk));
+        let other_disk = record.disks.iter().any(|disk| !before.disks.contains(disk));
         table.servers.insert(id, record);
         if returns || lost_disk {
             table.mark_server_dirty(id);
         }
-        if returns {
+        if returns || (other_disk && !before.disks.is_empty()) {
             table.mark_stale(id);
+        }
+        if returns {
             table.widen(counters);
         }
         id
@@ -323,9 +330,11 @@ impl Members {
     /// (total, free) bytes of content under this scheme that the servers have room for; as far as they reported.
     pub fn room(&self, scheme: Scheme) -> (u64, u64) {
         let takes = |server: &&record::Server| server.state < ServerState::Down && !server.draining;
-        let live =
-            || self.table.servers.values().filter(takes).filter_map(|server| self.live.get(&server.id));
-        let (total, free) = (live().map(|s| s.total).sum::<u64>(), live().map(|s| s.free).sum::<u64>());
+        let parts = self.table.servers.values().filter(takes).filter_map(|server| {
+            let live = self.live.get(&server.id)?;
+            Some(ServerInfo { disks: live.disks.clone(), ..self.info(server) }.parts())
+        });
+        let Room { total, free, .. } = Room::of(parts.collect::<Vec<_>>().iter().flatten());
         let (data, width) = match scheme {
             Scheme::Replicas(n) => (1, u128::from(n.max(1))),
             Scheme::Ec { data, parity } => (u128::from(data), u128::from(data) + u128::from(parity)),

@@ -123,6 +123,7 @@ fn name(op: &Op) -> &'static str {
         Op::Evict { .. } => "evict",
         Op::Check { .. } => "check",
         Op::KnownBlocks { .. } => "known_blocks",
+        Op::Strays { .. } => "strays",
         Op::ListBlocks { .. } => "list_blocks",
         Op::Collect => "collect",
         Op::SetPolicy { .. } => "set_policy",

@@ -331,13 +331,20 @@ impl Table {
         self.groups().map(|(_, _, group)| count(group)).sum::<usize>() as u32
     }
 
+    /// Those of the server's places that no other server can take: too few are left for the group's width.
+    pub fn stuck(&self, server: ServerId) -> u32 {
+        let open = self.candidates();
+        let stays = |group: &&Group| {
+            let free = open.iter().any(|candidate| !group.target().contains(&candidate.id));
+            group.target().contains(&server) && !free
+        };
+        self.groups().map(|(_, _, group)| group).filter(stays).count() as u32
+    }
+
     /// Where the pieces of a new block are, relative to its group's target of now: what differs, and the group if
     /// something does.
     pub fn substitutes(&self, block: &NewBlock) -> Result<(Substitutes, Option<GroupAt>)> {
         let Some((at, layout, group)) = self.group_of(block.layout, block.id) else {
-            if block.servers.is_empty() {
-                return Ok((block.substitutes.clone(), None)); // from a client that knows nothing of this
-            }
             return Err(Fault::new(
                 Code::StalePlacement,
                 format!("block {} names layout {}, which is not there", block.id, block.layout),

@@ -117,4 +117,6 @@ pub struct Space {
     pub total: u64,
     /// Bytes that may still be written.
     pub free: u64,
+    /// Which file system that is: the same number for every folder on it, while this machine runs. 0: not known.
+    pub fs: u64,
 }

@@ -3,6 +3,7 @@
 //! The table is explicit and versioned: which group a block falls into depends on its id alone, which servers hold a
 //! group is written down, and nothing is computed by a hash that a compiler or version could change.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
@@ -225,6 +226,52 @@ pub struct DiskInfo {
     /// What happened to it; empty while it works.
     #[n(7)]
     pub fault: String,
+    /// The file system that it is on: disks with the same number share its room. 0: one of its own.
+    #[n(8)]
+    #[cbor(default)]
+    pub fs: u64,
+    /// Bytes that this file system has left for pieces, whoever takes them.
+    #[n(9)]
+    #[cbor(default)]
+    pub fs_free: u64,
+    /// How many of these are counted in `free`.
+    #[n(10)]
+    #[cbor(default)]
+    pub fs_share: u64,
+}
+
+/// Bytes that disks have together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Room {
+    /// In all.
+    pub total: u64,
+    /// Free for pieces.
+    pub free: u64,
+    /// That pieces take.
+    pub used: u64,
+}
+
+impl Room {
+    /// The sum over disks; what a file system has left counts once, however many disks are on it.
+    pub fn of<'a>(disks: impl IntoIterator<Item = &'a DiskInfo>) -> Room {
+        let mut room = Room::default();
+        // By file system: what is left of it, and how much of that was added up.
+        let mut shared: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
+        for disk in disks.into_iter().filter(|disk| !disk.failed) {
+            room.total = room.total.saturating_add(disk.total);
+            room.free = room.free.saturating_add(disk.free);
+            room.used = room.used.saturating_add(disk.used);
+            if disk.fs != 0 {
+                let (left, added) = shared.entry(disk.fs).or_default();
+                *left = disk.fs_free.max(*left);
+                *added = added.saturating_add(disk.fs_share);
+            }
+        }
+        let twice: u64 = shared.values().map(|(left, added)| added.saturating_sub(*left)).sum();
+        room.total = room.total.saturating_sub(twice);
+        room.free = room.free.saturating_sub(twice);
+        room
+    }
 }
 
 /// What a data server does: since its start in a heartbeat, per second in a report.
@@ -300,6 +347,17 @@ pub struct ServerInfo {
     pub load: Load,
 }
 
+impl ServerInfo {
+    /// Its disks as far as it told; else itself as one.
+    pub fn parts(&self) -> Vec<DiskInfo> {
+        let &ServerInfo { total, free, used, pieces, .. } = self;
+        match self.disks.is_empty() {
+            true => vec![DiskInfo { total, free, used, pieces, ..DiskInfo::default() }],
+            false => self.disks.clone(),
+        }
+    }
+}
+
 /// All layouts and servers at one version.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Encode, Decode)]
 pub struct Placement {
@@ -328,5 +386,32 @@ impl Placement {
     /// A layout by its number.
     pub fn layout(&self, id: LayoutId) -> Option<&Layout> {
         self.layouts.iter().find(|layout| layout.id == id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_file_system_has_left_counts_once() {
+        // Two disks on one file system with 100 bytes left; each has 10 in segments of its own, and takes 5.
+        let disk = |fs| DiskInfo {
+            total: 115,
+            free: 110,
+            used: 5,
+            fs,
+            fs_free: 100,
+            fs_share: 100,
+            ..DiskInfo::default()
+        };
+        assert_eq!(Room::of(&[disk(7), disk(7)]), Room { total: 130, free: 120, used: 10 });
+        assert_eq!(Room::of(&[disk(7), disk(8)]), Room { total: 230, free: 220, used: 10 });
+        assert_eq!(Room::of(&[disk(0), disk(0)]), Room { total: 230, free: 220, used: 10 });
+        // Together they may take less than it has.
+        let bounded = DiskInfo { total: 45, free: 40, fs_share: 30, ..disk(7) };
+        assert_eq!(Room::of(&[bounded.clone(), bounded]), Room { total: 90, free: 80, used: 10 });
+        let failed = DiskInfo { failed: true, ..disk(7) };
+        assert_eq!(Room::of(&[disk(7), failed]), Room { total: 115, free: 110, used: 5 });
     }
 }

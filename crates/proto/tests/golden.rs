@@ -393,6 +393,7 @@ fn admin_requests(golden: &mut Golden) {
         ("repair", Op::Repair { rate: Some(1 << 20) }),
         ("report_bad", Op::ReportBad { pieces: vec![bad] }),
         ("top", Op::Top),
+        ("strays", Op::Strays { server: ServerId(4), pieces: vec![(new_block().id, 1)] }),
     ] {
         golden.add(&format!("meta.request.{label}"), request(op));
     }
@@ -434,7 +435,7 @@ fn admin_replies(golden: &mut Golden) {
         lost: 1,
         lost_blocks: vec![new_block().id],
         auto_rebalance: true,
-        drains: vec![meta::DrainReport { server: ServerId(4), groups: 3, pieces: 100 }],
+        drains: vec![meta::DrainReport { server: ServerId(4), groups: 3, pieces: 100, stuck: 2 }],
         scrub: meta::ScrubReport { running: true, pieces: 1, total: 2, bytes: 3, bad: 4, last_end: 5 },
         dropped: 9,
     };
@@ -444,6 +445,13 @@ fn admin_replies(golden: &mut Golden) {
         ("volumes", Done::Volumes(vec![volume])),
         ("repair", Done::Repair(repair)),
         ("top", Done::Top(vec![top])),
+        (
+            "strays",
+            Done::Strays(meta::Strays {
+                unknown: vec![(new_block().id, 1)],
+                elsewhere: vec![(new_block().id, 2)],
+            }),
+        ),
         ("attr_with_layout", Done::Attr(Attr { layout: Some(LayoutId(2)), ..attr() })),
     ] {
         golden.add(&format!("meta.reply.{label}"), reply(Ok(done)));
@@ -555,6 +563,9 @@ fn disk() -> DiskInfo {
         pieces: 2,
         failed: true,
         fault: "f".into(),
+        fs: 9,
+        fs_free: 2,
+        fs_share: 1,
     }
 }
 

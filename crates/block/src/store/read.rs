@@ -89,6 +89,12 @@ pub struct Stat {
     pub damaged: u64,
     /// Live pieces that are known to be damaged.
     pub bad: u64,
+    /// Which file system it is on; 0: not known.
+    pub fs: u64,
+    /// Bytes left on that for pieces, whoever takes them.
+    pub fs_free: u64,
+    /// How many of these are counted in `free`.
+    pub fs_share: u64,
 }
 
 impl Store {
@@ -295,12 +301,18 @@ impl Store {
         let have: u64 = index.segments.values().map(|s| s.header.size).sum();
         let live: u64 = index.segments.values().map(|s| s.live + s.tombs).sum();
         // Stores on one file system share what it has left.
-        let room = space.free.saturating_sub(config.keep_free) / config.sharers.max(1);
+        let fs_free = space.free.saturating_sub(config.keep_free);
+        let room = fs_free / config.sharers.max(1);
         let total = config.capacity.map_or(have + room, |capacity| capacity.min(have + room));
         let reserve = config.reserve as u64 * index.segments.values().next().map_or(0, |s| s.header.size);
+        let free = total.saturating_sub(live + reserve);
         Ok(Stat {
             total,
-            free: total.saturating_sub(live + reserve),
+            free,
+            fs: space.fs,
+            fs_free,
+            // The rest is in segments that it has already.
+            fs_share: total.saturating_sub(have).min(free),
             used: index.payload(),
             pieces: index.pieces() as u64,
             damaged: self.shared.damaged,

@@ -190,7 +190,12 @@ impl Meta {
         let placement = state.members.placement();
         let draining = placement.servers.iter().filter(|server| server.draining);
         report.drains = draining
-            .map(|server| DrainReport { server: server.id, groups: server.groups, pieces: server.pieces })
+            .map(|server| DrainReport {
+                server: server.id,
+                groups: server.groups,
+                pieces: server.pieces,
+                stuck: table.stuck(server.id),
+            })
             .collect();
         let scrub = repairs.settings.scrub.as_ref().or(repairs.settings.last.as_ref());
         report.scrub = ScrubReport {

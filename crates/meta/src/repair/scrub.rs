@@ -103,7 +103,8 @@ impl Meta {
                 Err(fault) => tracing::debug!(server = server.0, "the scrub waits: {fault}"),
             }
         }
-        let ended = state.members.addresses().keys().all(|server| scrub.done.contains(server));
+        let heard = state.members.addresses();
+        let ended = !heard.is_empty() && heard.keys().all(|server| scrub.done.contains(server));
         let mut settings = state.repairs.settings.clone();
         if ended {
             tracing::info!(pieces = scrub.pieces, bad = scrub.bad, "every piece was read and checked");

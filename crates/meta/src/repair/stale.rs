@@ -15,8 +15,9 @@ use std::time::{Duration, Instant};
 
 use torchfs_proto::layout::ServerState;
 use torchfs_proto::msg::block::PieceInfo;
+use torchfs_proto::msg::meta::Strays;
 use torchfs_proto::record::{DeadBlock, DeadRange};
-use torchfs_proto::{BlockId, IdRange, Result, Seq, ServerId, key};
+use torchfs_proto::{BlockId, IdRange, LayoutId, Result, Seq, ServerId, key};
 
 use super::{PieceAt, RepairPeers};
 use crate::server::within;
@@ -212,6 +213,26 @@ impl Meta {
             }
         }
         Ok((drops, later))
+    }
+
+    /// Which of these pieces of a server nobody needs, for a check.
+    pub(crate) fn strays(&self, state: &State, server: ServerId, pieces: &[PieceAt]) -> Result<Strays> {
+        let info = |(block, piece): &PieceAt| PieceInfo {
+            block: *block,
+            piece: *piece,
+            layout: LayoutId::default(),
+            stored: 0,
+        };
+        let pieces: Vec<PieceInfo> = pieces.iter().map(info).collect();
+        let (drops, _) = self.judge(state, server, &pieces)?;
+        let mut strays = Strays::default();
+        for (block, piece) in drops {
+            match self.find_block(state, block)? {
+                Some(_) => strays.elsewhere.push((block, piece)),
+                None => strays.unknown.push((block, piece)),
+            }
+        }
+        Ok(strays)
     }
 
     fn dead(&self, state: &State) -> Result<Dead> {

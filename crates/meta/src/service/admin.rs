@@ -48,6 +48,12 @@ impl Meta {
                 }
                 Done::Known(known)
             }
+            Op::Strays { server, pieces } => {
+                if pieces.len() > BLOCKS_MAX {
+                    return Err(Code::TooMany.into());
+                }
+                Done::Strays(self.strays(state, *server, pieces)?)
+            }
             Op::ListBlocks { after, limit } => self.list_blocks(state, *after, *limit)?,
             Op::Collect => {
                 let mut waiting = 0;

@@ -86,6 +86,7 @@ fn one_file_against_bytes(seed: u64, steps: usize) {
     let mut rng = StdRng::seed_from_u64(seed);
     // Small bounds, so that cuts and work in pieces happen all the time.
     let world = World::with(Config { trim_extents: 3, ..Config::default() });
+    world.server(1);
     let mut a = world.client();
     let files = [a.file(&world, "f"), a.file(&world, "g")];
     let grants = files.map(|ino| a.open_write(&world, ino));
@@ -240,6 +241,7 @@ fn landed(done: Done) -> Vec<u64> {
 #[test]
 fn appends_land_where_the_file_ends_now() {
     let world = World::new();
+    world.server(1);
     let (mut a, mut b) = (world.client(), world.client());
     let f = a.file(&world, "f");
     let one = a.open_write(&world, f);
@@ -268,6 +270,7 @@ fn appends_land_where_the_file_ends_now() {
 #[test]
 fn a_commit_with_a_foreign_or_known_block_is_refused_whole() {
     let world = World::new();
+    world.server(1);
     let (mut a, mut b) = (world.client(), world.client());
     let f = a.file(&world, "f");
     let grant = a.open_write(&world, f);
@@ -288,6 +291,7 @@ fn a_commit_with_a_foreign_or_known_block_is_refused_whole() {
 #[test]
 fn a_compaction_commits_only_if_nothing_changed() {
     let world = World::new();
+    world.server(1);
     let mut a = world.client();
     let f = a.file(&world, "f");
     let grant = a.open_write(&world, f);
@@ -320,6 +324,7 @@ fn a_compaction_commits_only_if_nothing_changed() {
 #[test]
 fn a_large_truncation_is_seen_at_once_and_finished_after_a_crash() {
     let world = World::with(Config { trim_extents: 4, ..Config::default() });
+    world.server(1);
     let mut a = world.client();
     let f = a.file(&world, "f");
     let grant = a.open_write(&world, f);

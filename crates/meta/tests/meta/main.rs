@@ -1,6 +1,7 @@
 //! The metadata service in one process, over the embedded engine on a simulated disk, with a clock of its own.
 #![allow(clippy::unwrap_used)] // helpers of tests
 
+mod check;
 mod content;
 mod dumps;
 mod namespace;

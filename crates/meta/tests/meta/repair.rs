@@ -1,9 +1,9 @@
 //! Servers that die, return, drain and join while blocks are written: every race of repair by name.
 
 use torchfs_meta::Config;
-use torchfs_proto::Code;
-use torchfs_proto::layout::{Scheme, ServerState};
+use torchfs_proto::layout::{DiskInfo, Scheme, ServerState};
 use torchfs_proto::msg::meta::{BadPiece, Done, Heartbeat, Op};
+use torchfs_proto::{BlockId, Code};
 
 use crate::servers::{Servers, Writer, addr};
 use crate::world::World;
@@ -574,4 +574,75 @@ fn a_commit_that_names_too_few_servers_is_refused() {
     let mut block = servers.put_block(&placement, placement.layouts.last().unwrap().id, id, BIG);
     block.servers.pop();
     assert_eq!(writer.commit(&world, block).unwrap_err().code, Code::Invalid);
+}
+
+#[test]
+fn a_disk_that_comes_back_is_searched_for_what_was_deleted_meanwhile() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 3);
+    let disks = |ids: &[u64]| {
+        let disk = |id: &u64| DiskInfo { id: *id, total: 1 << 39, free: 1 << 38, ..DiskInfo::default() };
+        world.admin(Op::Heartbeat(Heartbeat {
+            store: 2,
+            addr: addr(2),
+            total: (1 << 39) * ids.len() as u64,
+            free: 1 << 39,
+            disks: ids.iter().map(disk).collect(),
+            ..Heartbeat::default()
+        }))
+    };
+    disks(&[7, 8]);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 12, BIG);
+    servers.rest(&world);
+    // A piece of a block that nobody knows any more, on the disk that is away.
+    let forgotten = (BlockId { incarnation: 1, counter: 1 << 40 }, 0);
+    disks(&[7]);
+    servers.rest(&world);
+    servers.plant(2, forgotten);
+    servers.rest(&world);
+    assert!(servers.has(2, forgotten), "nobody looks without a reason");
+    disks(&[7, 8]);
+    servers.rest(&world);
+    assert!(!servers.has(2, forgotten));
+    clean(&world, &servers);
+}
+
+#[test]
+fn who_was_down_stays_down_after_a_restart_until_it_is_heard() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 3);
+    servers.kill(2);
+    servers.advance_ms(&world, 12_000);
+    let up = |world: &World| -> Vec<bool> { world.placement().servers.iter().map(|s| s.up).collect() };
+    assert_eq!(up(&world), [true, false, true]);
+    let world = world.restart();
+    assert_eq!(up(&world), [true, false, true], "a start makes nobody alive");
+    // Those who were up get the time to say so; only then are they missed.
+    world.advance_ms(9_000);
+    assert_eq!(up(&world), [true, false, true], "a start raises no alarm");
+    assert_eq!(world.repair_report().dirty, 0);
+    servers.beat(&world, 1, "");
+    world.advance_ms(2_000);
+    assert_eq!(up(&world), [true, false, false]);
+    servers.revive(2);
+    servers.beat(&world, 2, "");
+    assert_eq!(up(&world), [true, true, false]);
+    assert!(world.repair_report().dirty > 0, "what it missed is looked for");
+}
+
+#[test]
+fn a_server_that_cannot_be_emptied_is_told_so() {
+    let world = world("replicas:3");
+    let servers = Servers::join(&world, 4);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 12, BIG);
+    world.admin(Op::Drain { server: world.server_id(1), on: true });
+    assert_eq!(world.repair_report().drains[0].stuck, 0);
+    servers.settle(&world);
+    world.admin(Op::Drain { server: world.server_id(2), on: true });
+    let report = world.repair_report();
+    let of = |server| report.drains.iter().find(|d| d.server == world.server_id(server)).unwrap();
+    assert_eq!((of(1).groups, of(1).stuck), (0, 0));
+    assert!(of(2).stuck > 0 && of(2).stuck <= of(2).groups, "{report:?}");
 }

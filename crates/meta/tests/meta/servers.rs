@@ -139,6 +139,11 @@ impl Servers {
         self.inner.lock().stores.get_mut(&addr(server)).unwrap().pieces.clear();
     }
 
+    /// A piece is there that the service knows nothing of.
+    pub fn plant(&self, server: u32, at: PieceAt) {
+        self.inner.lock().stores.get_mut(&addr(server)).unwrap().pieces.insert(at);
+    }
+
     pub fn rot(&self, server: u32, at: PieceAt) {
         self.inner.lock().stores.get_mut(&addr(server)).unwrap().rotten.insert(at);
     }

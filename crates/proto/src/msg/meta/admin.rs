@@ -191,6 +191,21 @@ pub struct DrainReport {
     /// Pieces it reported to hold.
     #[n(2)]
     pub pieces: u64,
+    /// Those of its places for which there is no other server: too few are left for the redundancy.
+    #[n(3)]
+    #[cbor(default)]
+    pub stuck: u32,
+}
+
+/// Pieces that a server holds and nobody needs.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Encode, Decode)]
+pub struct Strays {
+    /// Of blocks that no record names, that no living session may still name, and that do not wait to be deleted.
+    #[n(0)]
+    pub unknown: Vec<(BlockId, u8)>,
+    /// Of blocks whose pieces are elsewhere by now; they go by themselves after a while.
+    #[n(1)]
+    pub elsewhere: Vec<(BlockId, u8)>,
 }
 
 /// How far a scrub is.

@@ -25,7 +25,7 @@ mod admin;
 mod reply;
 
 pub use admin::{
-    BadPiece, DrainReport, Policy, RepairReport, ScrubReport, SessionTop, VolumeOp, VolumePolicy,
+    BadPiece, DrainReport, Policy, RepairReport, ScrubReport, SessionTop, Strays, VolumeOp, VolumePolicy,
     VolumeReport,
 };
 pub use reply::{
@@ -582,6 +582,16 @@ pub enum Op {
         /// The blocks in question.
         #[n(0)]
         blocks: Vec<BlockId>,
+    },
+    /// Which of these pieces of a server does nobody need? (for fsck)
+    #[n(88)]
+    Strays {
+        /// Who holds them.
+        #[n(0)]
+        server: ServerId,
+        /// The pieces in question.
+        #[n(1)]
+        pieces: Vec<(BlockId, u8)>,
     },
     /// Live block records in the order of ids (for fsck and gc).
     #[n(66)]

@@ -2,7 +2,7 @@
 
 use minicbor::{Decode, Encode};
 
-use super::{FileLock, OpenSession, RepairReport, SessionTop, VolumeReport};
+use super::{FileLock, OpenSession, RepairReport, SessionTop, Strays, VolumeReport};
 use crate::attr::{Attr, Kind, Raw, Time, VolumeInfo};
 use crate::extent::{Extent, NewBlock};
 use crate::layout::{Placement, ServerInfo};
@@ -206,6 +206,9 @@ pub enum Done {
     /// What sessions do.
     #[n(42)]
     Top(#[n(0)] Vec<SessionTop>),
+    /// Pieces that nobody needs.
+    #[n(43)]
+    Strays(#[n(0)] Strays),
     /// The metadata service itself.
     #[n(48)]
     MetaStatus(#[n(0)] MetaReport),

@@ -7,8 +7,12 @@
 //! Requests go on meanwhile. Whatever a batch touches during the run is noted, and sums that rest on it are not judged: a
 //! check may leave things out under load, but what it names is wrong.
 //!
+//! A volume that is being removed is left out: its records go in any order.
+//!
 //! # Invariants
 //! - Memory is bounded by a few bits for each inode number, `BLOCKS_MAX` sums and `TOUCHED_MAX` notes.
+
+mod placement;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::ControlFlow;
@@ -128,10 +132,13 @@ impl Run {
 impl Meta {
     /// Checks one piece. An empty cursor begins a run and ends an earlier one.
     pub(crate) fn check(&self, state: &mut State, cursor: &[u8]) -> Result<Done> {
+        let mut problems = Vec::new();
         let mut run = match (<[u8; 8]>::try_from(cursor), state.check.take()) {
             (Err(_), earlier) if cursor.is_empty() => {
                 let id = earlier.map_or(1, |run| run.id + 1);
-                let mut volumes: Vec<VolumeId> = state.volumes.keys().copied().collect();
+                problems.extend(placement::table(&state.members.table, &state.cluster));
+                let served = state.volumes.values().filter(|volume| !volume.removed);
+                let mut volumes: Vec<VolumeId> = served.map(|volume| volume.id).collect();
                 volumes.reverse();
                 let first = volumes.pop().unwrap_or_default();
                 self.begin(id, first, volumes)?
@@ -143,10 +150,14 @@ impl Meta {
                     .next("begin the check again"));
             }
         };
-        let mut problems = Vec::new();
-        let (records, ended) = self.check_piece(state, &mut run, &mut problems)?;
+        let served = |volume| state.volumes.get(&volume).is_some_and(|volume| !volume.removed);
+        let (records, ended) = match served(run.volume) {
+            true => self.check_piece(state, &mut run, &mut problems)?,
+            false => (0, true),
+        };
         let mut next = run.id.to_be_bytes().to_vec();
         if ended {
+            run.later.retain(|volume| served(*volume));
             match run.later.pop() {
                 Some(volume) => state.check = Some(self.begin(run.id, volume, run.later)?),
                 None => next.clear(),
@@ -269,6 +280,9 @@ impl Look<'_> {
                 if !self.plausible(ino) {
                     let next = self.sums.counters.next_ino;
                     self.say(format!("inode {ino} was never given out: the next number is {next}"));
+                }
+                if let Some(problem) = placement::policy(&self.state.members.table, inode.layout) {
+                    self.say(format!("inode {ino} {problem}"));
                 }
                 if inode.kind == Kind::Symlink
                     && inode.target.as_ref().map_or(0, |target| target.len() as u64) != inode.size
@@ -477,6 +491,7 @@ impl Look<'_> {
             self.sums.blocks += 1;
             self.sums.bytes += u64::from(block.len);
             self.sums.stored += block.stored;
+            self.problems.extend(placement::block(&self.state.members.table, id, &block));
         }
         if id.counter % of != part {
             return;
