@@ -10,17 +10,45 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use clap::Args;
+use serde_json::Value;
 
 /// Flags of every command that talks to a cluster.
 #[derive(Args, Clone, Debug, Default)]
 pub struct Connect {
     /// The metadata service: HOST:PORT, several separated by commas [default: the cluster that `up` runs here]
-    #[arg(long, env = "TORCHFS_META", value_name = "HOST:PORT[,…]", value_delimiter = ',')]
+    #[arg(long, global = true, env = "TORCHFS_META", value_name = "HOST:PORT[,…]", value_delimiter = ',')]
     pub meta: Vec<String>,
 
     /// File with the cluster secret (`up` and `meta` make one in their folder)
-    #[arg(long, env = "TORCHFS_SECRET_FILE", value_name = "FILE")]
+    #[arg(long, global = true, env = "TORCHFS_SECRET_FILE", value_name = "FILE")]
     pub secret_file: Option<PathBuf>,
+}
+
+/// Flags of every command that asks a cluster and prints what it hears.
+#[derive(Args, Clone, Debug, Default)]
+pub struct Ask {
+    #[command(flatten)]
+    connect: Connect,
+
+    /// Print one JSON object
+    #[arg(long, global = true)]
+    pub json: bool,
+}
+
+impl Ask {
+    /// Looks for the cluster.
+    pub fn find(&self) -> anyhow::Result<Found> {
+        self.connect.find()
+    }
+
+    /// Prints an answer: the object for programs, or the sentence for people.
+    pub fn print(&self, object: &Value, sentence: &str) {
+        if self.json {
+            println!("{object:#}");
+        } else {
+            println!("{sentence}");
+        }
+    }
 }
 
 /// A cluster found.

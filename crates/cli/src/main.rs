@@ -70,6 +70,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    end_quietly_without_readers();
     let words: Vec<String> = std::env::args().collect();
     let words = match commands::mount::translate_mount_helper(&words) {
         Ok(words) => words,
@@ -111,6 +112,19 @@ fn main() -> ExitCode {
         Ok(code) => code,
         Err(error) => fail(&format!("{error:#}")),
     }
+}
+
+/// `torchfs … | head` ends like any other program when nobody reads on. The signal that would do it stays off, since servers
+/// must outlive their peers; so the failure to print arrives as a panic.
+fn end_quietly_without_readers() {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        let text = panic.payload().downcast_ref::<String>().map_or("", String::as_str);
+        if text.starts_with("failed printing to stdout") && text.contains("Broken pipe") {
+            std::process::exit(0);
+        }
+        usual(panic);
+    }));
 }
 
 /// One clear sentence on stderr and a status that is not zero.

@@ -12,11 +12,15 @@ use torchfs_client::Tool;
 use torchfs_proto::layout::ServerInfo;
 use torchfs_proto::msg::meta::{Done, Op, RepairReport};
 
+use crate::connect::Ask;
 use crate::{print, roles, settings};
 
 /// Flags of commands that begin long work.
 #[derive(clap::Args, Clone)]
 pub struct Watching {
+    #[command(flatten)]
+    pub ask: Ask,
+
     /// Bytes per second that repair, moves and scrub may take on each server from now on; 0: the default
     #[arg(long, value_parser = settings::bytes, value_name = "SIZE")]
     rate: Option<u64>,
@@ -24,10 +28,6 @@ pub struct Watching {
     /// Begin it and do not wait for its end
     #[arg(long)]
     no_wait: bool,
-
-    /// Print one JSON object at the end
-    #[arg(long)]
-    pub json: bool,
 }
 
 /// How far something is.
@@ -38,8 +38,10 @@ pub struct Stand {
     pub at: u64,
     /// 0: not known.
     pub total: u64,
-    /// What is going on, in a few words.
+    /// What is going on, in a few words; at the end, what came of it.
     pub says: String,
+    /// Why it will not end by itself, and what to do.
+    pub cannot: Option<String>,
 }
 
 /// What a report says about how redundant the data is.
@@ -50,7 +52,18 @@ pub fn repair_stand(report: &RepairReport) -> Stand {
         (groups, pieces) => format!("{groups} groups, {} pieces to copy", print::count(pieces)),
     };
     let done = report.dirty == 0 && report.moving == 0;
-    Stand { done, at: report.pass_done, total: report.pass_total, says }
+    Stand { done, at: report.pass_done, total: report.pass_total, says, cannot: None }
+}
+
+/// What a report says about whether all data has all its pieces: as [`repair_stand`], but servers that are away count too.
+pub fn redundancy_stand(report: &RepairReport) -> Stand {
+    let repair = repair_stand(report);
+    if report.degraded == 0 {
+        return repair;
+    }
+    let away = format!("{} groups have a server that is away", report.degraded);
+    let says = if repair.done { away } else { format!("{away}; {}", repair.says) };
+    Stand { done: false, says, ..repair }
 }
 
 /// Asks for the present state, and sets the rate if one is given.
@@ -69,29 +82,27 @@ pub async fn watch(
     mut stand: impl FnMut(&RepairReport) -> Stand,
 ) -> anyhow::Result<ExitCode> {
     let mut report = look(tool, options.rate).await?;
+    let json = options.ask.json;
+    let goes_on = format!("{what} goes on in the cluster; torchfs servers shows how far it is");
     if options.no_wait {
-        if options.json {
-            println!("{:#}", describe(&report));
-        } else {
-            println!("{what} goes on in the cluster; torchfs servers shows how far it is");
-        }
+        options.ask.print(&describe(&report), &goes_on);
         return Ok(ExitCode::SUCCESS);
     }
-    let bar = bar(what, options.json);
+    let bar = bar(what, json);
     let stop = roles::stop_signal()?;
     tokio::pin!(stop);
-    let said = loop {
+    let end = loop {
         let now = stand(&report);
         bar.set_length(now.total.max(now.at));
         bar.set_position(now.at);
         bar.set_message(format!("{}, {}/s", now.says, print::size(report.rate)));
-        if now.done {
-            break now.says;
+        if now.done || now.cannot.is_some() {
+            break now;
         }
         tokio::select! {
             () = &mut stop => {
                 bar.finish_and_clear();
-                eprintln!("{what} goes on in the cluster; torchfs servers shows how far it is");
+                eprintln!("{goes_on}");
                 return Ok(ExitCode::from(130));
             }
             () = tokio::time::sleep(Duration::from_millis(500)) => {}
@@ -99,13 +110,15 @@ pub async fn watch(
         report = look(tool, None).await?;
     };
     bar.finish_and_clear();
-    if options.json {
-        println!("{:#}", describe(&report));
-    } else {
-        println!("{what} is done; {said}");
+    if let Some(why) = end.cannot.filter(|_| !end.done) {
+        if json {
+            println!("{:#}", describe(&report));
+        }
+        anyhow::bail!("{what} cannot end: {why}");
     }
+    options.ask.print(&describe(&report), &format!("{what} is done; {}", end.says));
     if report.lost > 0 {
-        if !options.json {
+        if !json {
             print_lost(&report);
         }
         return Ok(ExitCode::FAILURE);
@@ -130,10 +143,11 @@ pub fn describe(report: &RepairReport) -> Value {
     let drains: Vec<Value> = report
         .drains
         .iter()
-        .map(|d| json!({"server": d.server.0, "groups": d.groups, "pieces": d.pieces}))
+        .map(|d| json!({"server": d.server.0, "groups": d.groups, "pieces": d.pieces, "stuck": d.stuck}))
         .collect();
     json!({
         "dirty_groups": report.dirty,
+        "degraded_groups": report.degraded,
         "moving_groups": report.moving,
         "groups": report.groups,
         "groups_at_risk": report.at_risk,
@@ -200,6 +214,8 @@ mod tests {
         report.dirty = 0;
         assert!(!repair_stand(&report).done);
         report.moving = 0;
-        assert!(repair_stand(&report).done);
+        assert!(repair_stand(&report).done && redundancy_stand(&report).done);
+        report.degraded = 3;
+        assert!(repair_stand(&report).done && !redundancy_stand(&report).done, "a server is away");
     }
 }

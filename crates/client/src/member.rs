@@ -27,7 +27,12 @@ pub struct MemberConfig {
 impl Default for MemberConfig {
     fn default() -> MemberConfig {
         let second = Duration::from_secs(1);
-        let tool = ToolConfig { timeout: 5 * second, attempt_timeout: 2 * second, pause: second / 10 };
+        let tool = ToolConfig {
+            timeout: 5 * second,
+            attempt_timeout: 2 * second,
+            pause: second / 10,
+            ..ToolConfig::default()
+        };
         MemberConfig { every: second, tool }
     }
 }

@@ -1,18 +1,23 @@
 //! Requests outside of sessions: what commands ask of the metadata service and of data servers.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use torchfs_proto::attr::Raw;
 use torchfs_proto::extent::NewBlock;
 use torchfs_proto::msg::block::{self, PieceInfo};
-use torchfs_proto::msg::meta::{self, Done, MetaReport, Op, SessionReport, StatusReport};
-use torchfs_proto::{BlockId, Code, Fault, Fence, Result, SessionId, msg};
+use torchfs_proto::msg::meta::{self, Done, MetaReport, Op, SessionReport, StatusReport, Strays};
+use torchfs_proto::{BlockId, Code, Fault, Fence, Result, ServerId, SessionId, msg};
 use torchfs_rpc::{Call, Link};
 
 use crate::Connector;
 use crate::meta::unexpected;
+
+/// Whoever waits longer than this is told for what.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Settings of [`Tool`], [`crate::Member`] and [`crate::Peers`].
 #[derive(Clone, Debug)]
@@ -23,6 +28,9 @@ pub struct ToolConfig {
     pub attempt_timeout: Duration,
     /// The pause before the addresses are gone through again.
     pub pause: Duration,
+    /// Give up earlier, and say after a while that one waits, if nobody could be reached at all for so long. With `timeout` or
+    /// more there is neither.
+    pub unreachable: Duration,
 }
 
 impl Default for ToolConfig {
@@ -31,6 +39,7 @@ impl Default for ToolConfig {
             timeout: Duration::from_secs(30),
             attempt_timeout: Duration::from_secs(10),
             pause: Duration::from_millis(100),
+            unreachable: Duration::from_secs(30),
         }
     }
 }
@@ -48,13 +57,16 @@ pub struct Progress {
 pub struct Tool {
     leader: Leader,
     connector: Arc<dyn Connector>,
+    /// Data servers that were asked.
+    links: Mutex<HashMap<String, Link>>,
     config: ToolConfig,
 }
 
 impl Tool {
     /// Connects to nobody yet.
     pub fn new(addrs: &[String], connector: Arc<dyn Connector>, config: ToolConfig) -> Tool {
-        Tool { leader: Leader::new(addrs, &*connector, config.clone()), connector, config }
+        let leader = Leader::new(addrs, &*connector, config.clone());
+        Tool { leader, connector, links: Mutex::default(), config }
     }
 
     /// Figures of the cluster.
@@ -147,13 +159,33 @@ impl Tool {
         }
     }
 
+    /// Which of these pieces a data server does not have, or knows to be bad; at most [`block::PIECES_MAX`] in one question.
+    pub async fn missing(&self, addr: &str, pieces: Vec<(BlockId, u8)>) -> Result<Vec<(BlockId, u8)>> {
+        match self.data(addr, block::Op::Missing { pieces }).await? {
+            block::Reply::Missing { pieces } => Ok(pieces),
+            other => Err(odd(addr, &other)),
+        }
+    }
+
+    /// Those of these pieces of a data server that nobody needs.
+    pub async fn strays(&self, server: ServerId, pieces: Vec<(BlockId, u8)>) -> Result<Strays> {
+        match self.leader.ask(Op::Strays { server, pieces }).await? {
+            Done::Strays(strays) => Ok(strays),
+            other => Err(unexpected("Strays", &other)),
+        }
+    }
+
     /// Lets a data server read a piece from its disk and check it.
     pub async fn verify(&self, addr: &str, block: BlockId, piece: u8) -> Result<()> {
         self.data(addr, block::Op::Verify { block, piece }).await.map(|_| ())
     }
 
     async fn data(&self, addr: &str, op: block::Op) -> Result<block::Reply> {
-        ask_data(&self.connector.link(addr), op, self.config.timeout).await
+        let link = {
+            let mut links = self.links.lock();
+            links.entry(addr.to_string()).or_insert_with(|| self.connector.link(addr)).clone()
+        };
+        ask_data(&link, op, self.config.timeout).await
     }
 }
 
@@ -184,7 +216,9 @@ impl Leader {
             made: None,
         };
         let body = bytes::Bytes::from(msg::encode(&request));
-        let until = Instant::now() + self.config.timeout;
+        let began = Instant::now();
+        let until = began + self.config.timeout;
+        let (mut reached, mut told) = (false, false);
         let Some(mut turns_left) = Some(self.links.len()).filter(|count| *count > 0) else {
             return Err(Fault::new(Code::Invalid, "no address of a metadata server is known")
                 .next("give --meta HOST:PORT or set TORCHFS_META"));
@@ -197,8 +231,16 @@ impl Leader {
                 Err(fault) if !fault.code.retry() => return Err(fault),
                 Err(fault) => fault,
             };
-            if Instant::now() + self.config.pause >= until {
+            reached |= fault.code != Code::Unreachable;
+            let give_up = if reached { until } else { until.min(began + self.config.unreachable) };
+            let now = Instant::now();
+            if now + self.config.pause >= give_up {
                 return Err(fault);
+            }
+            if !told && self.config.unreachable < self.config.timeout && now >= began + PATIENCE {
+                told = true;
+                let left = give_up.saturating_duration_since(now).as_secs();
+                tracing::warn!("no metadata server answers, waiting {left} s more: {}", fault.what);
             }
             self.last.store(turn.wrapping_add(1), Ordering::Relaxed);
             turns_left -= 1;

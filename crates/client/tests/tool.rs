@@ -38,6 +38,9 @@ async fn a_tool_that_reaches_nobody_says_whom_it_tried() {
     let tool = Tool::new(&["127.0.0.1:1".into()], Arc::new(Net::default()), config);
     let fault = soon("a fault", tool.status()).await.expect_err("nobody is there");
     assert!(fault.what.contains("127.0.0.1:1"), "{fault}");
+    let config = ToolConfig { unreachable: Duration::from_millis(300), ..ToolConfig::default() };
+    let tool = Tool::new(&["127.0.0.1:1".into()], Arc::new(Net::default()), config);
+    soon("a fault before the timeout", tool.status()).await.expect_err("nobody is there");
     let nowhere = Tool::new(&[], Arc::new(Net::default()), ToolConfig::default());
     assert_eq!(nowhere.status().await.expect_err("no address").code, Code::Invalid);
 }

@@ -400,6 +400,12 @@ impl Table {
         holders
     }
 
+    /// Whether a server that should have pieces of the group is not heard of.
+    pub fn lacks_server(&self, group: &Group) -> bool {
+        let heard = |id: &ServerId| self.servers.get(id).is_some_and(|s| s.state < ServerState::Down);
+        !group.servers.iter().chain(&group.moving_to).all(heard)
+    }
+
     /// How many more losses the group survives: pieces on servers that are heard of, beyond what a reader needs.
     pub fn margin(&self, layout: &Layout, group: &Group) -> i64 {
         let heard = |id: &ServerId| self.servers.get(id).is_some_and(|s| s.state < ServerState::Down);

@@ -438,6 +438,7 @@ fn admin_replies(golden: &mut Golden) {
         drains: vec![meta::DrainReport { server: ServerId(4), groups: 3, pieces: 100, stuck: 2 }],
         scrub: meta::ScrubReport { running: true, pieces: 1, total: 2, bytes: 3, bad: 4, last_end: 5 },
         dropped: 9,
+        degraded: 3,
     };
     let top = meta::SessionTop { session: SessionId(5), who: None, ops: 42, load: session_load() };
     for (label, done) in [
@@ -448,8 +449,8 @@ fn admin_replies(golden: &mut Golden) {
         (
             "strays",
             Done::Strays(meta::Strays {
-                unknown: vec![(new_block().id, 1)],
-                elsewhere: vec![(new_block().id, 2)],
+                orphans: vec![(new_block().id, 1)],
+                leaving: vec![(new_block().id, 2)],
             }),
         ),
         ("attr_with_layout", Done::Attr(Attr { layout: Some(LayoutId(2)), ..attr() })),

@@ -8,7 +8,7 @@ use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-use torchfs_proto::extent::{Extent, RangeOp, Source};
+use torchfs_proto::extent::{Extent, NewBlock, RangeOp, Source};
 use torchfs_proto::msg::meta::{COMMIT_RANGES_MAX, Commit, lease};
 use torchfs_proto::{Ino, Result};
 
@@ -80,15 +80,15 @@ impl Vfs {
             && self.0.meta.holds(node.ino, lease::WRITE).is_some()
     }
 
-    /// Brings the bytes of several extents into one block.
-    pub(crate) async fn merge(&self, node: &Arc<Inode>, group: Vec<Extent>) -> Result<()> {
+    /// Brings the bytes of several extents into one block, in their order; `None` if they were not there any more.
+    pub(crate) async fn merge(&self, node: &Arc<Inode>, group: Vec<Extent>) -> Result<Option<NewBlock>> {
         let asked = self.asked();
         let runs = runs(&group);
         let mut parts = Vec::new();
         for run in &runs {
             let read = self.read_node(node, run.clone(), None).await?;
             if read.iter().map(|part| part.len() as u64).sum::<u64>() != run.end - run.start {
-                return Ok(());
+                return Ok(None);
             }
             parts.extend(read);
         }
@@ -103,7 +103,7 @@ impl Vfs {
         let commit = Commit {
             ino: node.ino,
             grant: 0,
-            blocks: vec![block],
+            blocks: vec![block.clone()],
             ranges: ranges.clone(),
             mtime: None,
             kill_privileges: false,
@@ -111,7 +111,7 @@ impl Vfs {
         };
         let (attr, _, mark) = self.send_commit(node, commit).await?;
         self.committed(node, asked, &ranges, attr, mark);
-        Ok(())
+        Ok(Some(block))
     }
 }
 

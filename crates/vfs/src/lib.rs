@@ -35,6 +35,7 @@ mod policy;
 mod range;
 mod read;
 mod recall;
+mod restripe;
 mod signal;
 #[cfg(test)]
 mod testing;
@@ -90,6 +91,8 @@ struct Inner {
     /// Nodes that nobody may need any more.
     idle: Mutex<Vec<Ino>>,
     fragmented: Mutex<HashSet<Ino>>,
+    /// What a restripe wrote again lately, so that files go on sharing it.
+    moved: Mutex<restripe::Moved>,
     budget: Budget,
     puts: Slots,
     prefetches: Slots,
@@ -115,6 +118,7 @@ impl Vfs {
             dirty: Mutex::default(),
             idle: Mutex::default(),
             fragmented: Mutex::default(),
+            moved: Mutex::default(),
             budget: Budget::new(config.dirty_max),
             puts: Slots::new(config.puts_max),
             prefetches: Slots::new(config.prefetches_max),

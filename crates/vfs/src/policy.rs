@@ -1,30 +1,29 @@
 //! Policies: how new content of a file is stored, or of everything made in a folder; shown as extended attributes.
 //!
-//! `torchfs.redundancy` and `torchfs.stripe` can be read by anybody who can read attributes, and set by the owner and root; an
-//! empty value means what the volume says. Setting `torchfs.restripe` on a file writes again what is stored otherwise than
-//! its policy says, through the way of compaction: each part is committed only if nobody changed it meanwhile, and
-//! programs see nothing of it. These names are in no listing, so that copies of a file do not carry them along.
-
-use std::sync::Arc;
+//! - `torchfs.redundancy`, `torchfs.stripe`: what holds here. Set by the owner and root; empty means what the volume says.
+//! - `torchfs.asked`: the redundancy that was asked for; there may be too few servers for it yet.
+//! - `torchfs.policy`: both at once, as they were set here or inherited; empty where nothing differs from the volume.
+//! - `torchfs.restripe`: how many bytes of a file are stored otherwise than its policy says. Setting it to a number writes about so
+//!   many of them again (`restripe.rs`).
+//!
+//! These names are in no listing, so that copies of a file do not carry them along.
 
 use bytes::Bytes;
 use torchfs_client::Changed;
 use torchfs_proto::attr::Kind;
-use torchfs_proto::extent::{Extent, Source};
 use torchfs_proto::layout::{Layout, Scheme};
 use torchfs_proto::msg::meta::{Done, Op, Policy};
 use torchfs_proto::{Code, Fault, Ino, LayoutId, Result};
 
 use crate::node::Inode;
-use crate::{Caller, Vfs, metrics};
+use crate::{Caller, Vfs};
 
 const PREFIX: &[u8] = b"torchfs.";
 const REDUNDANCY: &[u8] = b"torchfs.redundancy";
 const STRIPE: &[u8] = b"torchfs.stripe";
+const ASKED: &[u8] = b"torchfs.asked";
+const POLICY: &[u8] = b"torchfs.policy";
 const RESTRIPE: &[u8] = b"torchfs.restripe";
-
-/// Most extents that are rewritten with one commit.
-const GROUP_MAX: usize = 256;
 
 /// Whether an extended attribute of this name is a policy and not stored as such.
 pub(crate) fn is_policy(name: &[u8]) -> bool {
@@ -34,12 +33,18 @@ pub(crate) fn is_policy(name: &[u8]) -> bool {
 impl Vfs {
     /// A policy as text.
     pub(crate) async fn policy(&self, ino: Ino, name: &[u8]) -> Result<Bytes> {
-        self.getattr(ino, None).await?;
+        let attr = self.getattr(ino, None).await?.attr;
         let node = self.node(ino);
         let layout = self.layout(self.layout_of(&node)).await?;
+        let asked = layout.asked.unwrap_or(layout.scheme);
         match name {
             REDUNDANCY => Ok(layout.scheme.to_string().into()),
             STRIPE => Ok(layout.groups.len().to_string().into()),
+            ASKED => Ok(asked.to_string().into()),
+            POLICY if attr.layout.is_none() => Ok(Bytes::new()),
+            POLICY => Ok(format!("{asked} {}", layout.groups.len()).into()),
+            RESTRIPE if attr.kind == Kind::File => Ok(self.otherwise(&node).await?.to_string().into()),
+            RESTRIPE => Ok("0".into()),
             _ => Err(Code::NoAttr.into()),
         }
     }
@@ -71,7 +76,14 @@ impl Vfs {
             REDUNDANCY => policy.scheme = Some(text.parse::<Scheme>()?),
             STRIPE if text.is_empty() => policy.stripe = None,
             STRIPE => policy.stripe = Some(text.parse().map_err(|_| stripe_fault(text))?),
-            RESTRIPE if attr.kind == Kind::File => return self.restripe(ino).await,
+            POLICY => policy = parse(text, volume.groups.len())?,
+            RESTRIPE if attr.kind == Kind::File => {
+                let bytes = text.parse().map_err(|_| {
+                    Fault::new(Code::Invalid, format!("`{text}` is no number of bytes"))
+                        .next("write how many bytes are to be written again at most")
+                })?;
+                return self.restripe(ino, bytes).await;
+            }
             RESTRIPE => return Err(Fault::new(Code::IsDir, "only the content of files is written again")),
             _ => return Err(Fault::new(Code::Unsupported, "there is no such policy")),
         }
@@ -100,7 +112,7 @@ impl Vfs {
     }
 
     /// The layout that is in use where this one was chosen.
-    async fn layout(&self, id: LayoutId) -> Result<Layout> {
+    pub(crate) async fn layout(&self, id: LayoutId) -> Result<Layout> {
         let mut placement = self.0.meta.placement();
         if placement.current(id).is_none() {
             placement = self.0.meta.fetch_placement().await?;
@@ -114,97 +126,35 @@ impl Vfs {
         };
         placement.current(id).cloned().ok_or_else(unknown)
     }
+}
 
-    /// Writes again what is stored by another layout than the file's policy says.
-    async fn restripe(&self, ino: Ino) -> Result<()> {
-        let node = self.node(ino);
-        self.open_data(&node, true).await?;
-        self.write_back(&node).await;
-        let most = u64::from(self.0.meta.info().volume.block_size);
-        let layout = self.layout(self.layout_of(&node)).await?.id;
-        let mut at = 0;
-        loop {
-            let page = self.ask_extents(ino, at..u64::MAX).await?;
-            for group in groups(&page.extents, layout, most) {
-                let (vfs, node) = (self.clone(), node.clone());
-                // A part that was begun is finished: our own extents must follow the commit.
-                self.finish(async move { vfs.rewrite(&node, group).await }).await?;
-            }
-            at = page.upto;
-            if at >= page.size {
-                return Ok(());
-            }
-        }
-    }
-
-    async fn rewrite(&self, node: &Arc<Inode>, group: Vec<Extent>) -> Result<()> {
-        let _turn = self.quiet_turn(node).await;
-        if !self.may_compact(node) {
-            return Err(Fault::new(Code::Busy, format!("inode {} is being written elsewhere", node.ino))
-                .next("try again when it is closed there"));
-        }
-        self.merge(node, group).await?;
-        ::metrics::counter!(metrics::COMPACTIONS).increment(1);
-        Ok(())
-    }
+/// Both parts of a policy, as [`POLICY`] shows them.
+fn parse(text: &str, usual: usize) -> Result<Policy> {
+    let Some((scheme, stripe)) = text.split_once(' ') else {
+        return match text {
+            "" => Ok(Policy::default()),
+            text => Err(Fault::new(Code::Invalid, format!("`{text}` is no policy"))
+                .next("write a redundancy and a number of groups, or nothing")),
+        };
+    };
+    let stripe: u32 = stripe.parse().map_err(|_| stripe_fault(stripe))?;
+    Ok(Policy { scheme: Some(scheme.parse()?), stripe: Some(stripe).filter(|n| *n as usize != usual) })
 }
 
 fn stripe_fault(text: &str) -> Fault {
     Fault::new(Code::Invalid, format!("`{text}` is no number of groups")).next("write a number from 1 to 512")
 }
 
-/// Rows of neighbouring extents in blocks of other layouts, each row for one block.
-fn groups(extents: &[Extent], layout: LayoutId, most: u64) -> Vec<Vec<Extent>> {
-    let mut groups: Vec<Vec<Extent>> = Vec::new();
-    let mut len = 0;
-    for extent in extents {
-        if !matches!(extent.source, Source::Block { layout: own, .. } if own != layout) {
-            continue;
-        }
-        let follows = |group: &Vec<Extent>| {
-            let end = group.last().map(|last| last.offset + last.len);
-            end == Some(extent.offset) && len + extent.len <= most && group.len() < GROUP_MAX
-        };
-        match groups.last_mut().filter(|group| follows(group)) {
-            Some(group) => {
-                len += extent.len;
-                group.push(extent.clone());
-            }
-            None => {
-                len = extent.len;
-                groups.push(vec![extent.clone()]);
-            }
-        }
-    }
-    groups
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use torchfs_proto::BlockId;
-
-    fn extent(offset: u64, len: u64, layout: u32) -> Extent {
-        let id = BlockId { incarnation: 1, counter: offset };
-        let source = Source::Block {
-            id,
-            offset: 0,
-            block_len: len as u32,
-            layout: LayoutId(layout),
-            substitutes: Vec::new(),
-        };
-        Extent { offset, len, source }
-    }
 
     #[test]
-    fn only_what_is_stored_otherwise_is_written_again() {
-        let extents =
-            [extent(0, 40, 1), extent(40, 40, 1), extent(80, 40, 1), extent(120, 40, 2), extent(160, 200, 1)];
-        let shape: Vec<Vec<u64>> = groups(&extents, LayoutId(2), 100)
-            .iter()
-            .map(|group| group.iter().map(|extent| extent.offset).collect())
-            .collect();
-        assert_eq!(shape, [vec![0, 40], vec![80], vec![160]]);
-        assert!(groups(&extents, LayoutId(1), 100).iter().all(|group| group[0].offset == 120));
+    fn a_policy_is_read_as_it_is_shown() {
+        assert_eq!(parse("", 64), Ok(Policy::default()));
+        let ec = Some(Scheme::Ec { data: 4, parity: 2 });
+        assert_eq!(parse("ec:4+2 64", 64), Ok(Policy { scheme: ec, stripe: None }));
+        assert_eq!(parse("ec:4+2 8", 64), Ok(Policy { scheme: ec, stripe: Some(8) }));
+        assert!(parse("ec:4+2", 64).is_err() && parse("much 8", 64).is_err());
     }
 }

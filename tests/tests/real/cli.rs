@@ -13,8 +13,26 @@ use torchfs_tests::ground::Up;
 use torchfs_tests::ports::Port;
 use torchfs_tests::{Cluster, Mount, Options, Ran, Rng, Sandbox, eventually, run, sys};
 
-const COMMANDS: &[&str] =
-    &["up", "meta", "data", "mount", "umount", "status", "sessions", "fsck", "gc", "df", "systemd"];
+const COMMANDS: &[&str] = &[
+    "up",
+    "meta",
+    "data",
+    "mount",
+    "umount",
+    "status",
+    "sessions",
+    "fsck",
+    "gc",
+    "df",
+    "systemd",
+    "volume",
+    "policy",
+    "servers",
+    "drain",
+    "rebalance",
+    "scrub",
+    "top",
+];
 
 /// A command line without any cluster.
 fn alone<'a>(args: impl IntoIterator<Item = &'a str>) -> Ran {

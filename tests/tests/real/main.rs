@@ -8,6 +8,7 @@ mod crash;
 mod disks;
 mod dump;
 mod faults;
+mod operator;
 mod posix;
 mod postgres;
 mod programs;

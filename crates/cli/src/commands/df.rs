@@ -3,32 +3,31 @@
 use std::process::ExitCode;
 
 use serde_json::json;
+use torchfs_proto::layout::{Room, ServerInfo};
 
-use crate::connect::Connect;
+use super::servers::state;
+use crate::connect::Ask;
 use crate::{print, roles};
 
 /// Show space used and free, by data server and in all
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    connect: Connect,
-
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
+    ask: Ask,
 }
 
 /// Asks and prints.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let found = args.connect.find()?;
+    let found = args.ask.find()?;
     let report = roles::block_on(async move { Ok(roles::tool(&found).status().await?) })?;
-    let sum = |f: fn(&torchfs_proto::layout::ServerInfo) -> u64| report.servers.iter().map(f).sum::<u64>();
-    let (total, free, used) = (sum(|s| s.total), sum(|s| s.free), sum(|s| s.used));
-    if args.json {
+    // Servers that share a file system share what it has left; those that are down have nothing to offer.
+    let up = report.servers.iter().filter(|s| s.up).flat_map(ServerInfo::parts);
+    let Room { total, free, used } = Room::of(&up.collect::<Vec<_>>());
+    if args.ask.json {
         let servers: Vec<_> = report
             .servers
             .iter()
-            .map(|s| json!({"id": s.id.0, "addr": s.addr, "up": s.up, "total": s.total, "free": s.free, "used": s.used}))
+            .map(|s| json!({"id": s.id.0, "addr": s.addr, "up": s.up, "state": state(s), "total": s.total, "free": s.free, "used": s.used}))
             .collect();
         let out = json!({"total": total, "free": free, "used": used, "content": report.bytes, "inodes": report.inodes,
                          "redundancy": report.redundancy, "servers": servers});
@@ -49,7 +48,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
                 print::size(s.used),
                 print::size(s.free),
                 percent(s.used, s.free),
-                if s.up { s.addr.clone() } else { format!("{} (down)", s.addr) },
+                if s.up { s.addr.clone() } else { format!("{} ({})", s.addr, state(s)) },
             ]
         })
         .collect();

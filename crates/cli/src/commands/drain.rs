@@ -5,7 +5,6 @@ use std::process::ExitCode;
 use torchfs_proto::ServerId;
 use torchfs_proto::msg::meta::{Op, RepairReport};
 
-use crate::connect::Connect;
 use crate::watch::{self, Stand, Watching};
 use crate::{print, roles};
 
@@ -15,7 +14,8 @@ use crate::{print, roles};
 ///   torchfs servers remove 3        # afterwards
 ///
 /// The cluster moves the server's groups to the others, at most at the given rate; data is as safe meanwhile as before. The
-/// work goes on when this command ends, and over restarts of every process. `--stop` takes it back.
+/// work goes on when this command ends, and over restarts of every process; the same command again goes on watching.
+/// `--stop` takes it back.
 #[derive(clap::Args)]
 pub struct Args {
     /// Its number or address, as `torchfs servers` shows it
@@ -26,21 +26,20 @@ pub struct Args {
     stop: bool,
 
     #[command(flatten)]
-    connect: Connect,
-
-    #[command(flatten)]
     watching: Watching,
 }
 
 /// Begins it and watches.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let found = args.connect.find()?;
+    let found = args.watching.ask.find()?;
     roles::block_on(async move {
         let tool = roles::tool(&found);
         let server = watch::find_server(&tool.status().await?.servers, &args.server)?.id;
         tool.ask(Op::Drain { server, on: !args.stop }).await?;
         if args.stop {
-            println!("server {server} is not drained any more");
+            let report = watch::look(&tool, None).await?;
+            let sentence = format!("server {server} is not emptied any more; its groups may move back to it");
+            args.watching.ask.print(&watch::describe(&report), &sentence);
             return Ok(ExitCode::SUCCESS);
         }
         let mut most = 0;
@@ -52,16 +51,47 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
 }
 
 fn stand(report: &RepairReport, server: ServerId, most: &mut u64) -> Stand {
+    let empty = || format!("nothing is left on it; torchfs servers remove {server} takes it out");
     let Some(drain) = report.drains.iter().find(|d| d.server == server) else {
-        return Stand { done: true, at: 1, total: 1, says: "nothing is left on it".to_string() };
+        let says = "it was taken back or the server is removed".to_string();
+        return Stand { done: true, at: 1, total: 1, says, cannot: None };
     };
     let left = u64::from(drain.groups);
     *most = left.max(*most);
+    let stuck = drain.stuck > 0 && report.moving == 0 && report.dirty == 0;
+    let cannot = stuck.then(|| {
+        format!(
+            "{} groups have no other server to go to: too few are left for their redundancy; start another data \
+             server and the drain goes on by itself, or take it back with: torchfs drain {server} --stop",
+            drain.stuck
+        )
+    });
     if left == 0 {
         // A block of another group may have a piece here in place of a server that was away.
         let repair = watch::repair_stand(report);
-        return Stand { at: *most, total: *most, ..repair };
+        let says = if repair.done { empty() } else { repair.says.clone() };
+        return Stand { at: *most, total: *most, says, ..repair };
     }
-    let says = format!("{left} groups left on it, {} pieces", print::count(drain.pieces));
-    Stand { done: false, at: *most - left, total: *most, says }
+    let says = format!("{} groups left on it", print::count(left));
+    Stand { done: false, at: *most - left, total: *most, says, cannot }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use torchfs_proto::msg::meta::DrainReport;
+
+    #[test]
+    fn a_drain_that_cannot_end_is_told_from_one_that_goes_on() {
+        let drain = DrainReport { server: ServerId(5), groups: 64, pieces: 9, stuck: 64 };
+        let mut report = RepairReport { drains: vec![drain], moving: 3, dirty: 3, ..RepairReport::default() };
+        let mut most = 100;
+        let now = stand(&report, ServerId(5), &mut most);
+        assert_eq!((now.done, now.at, now.total, now.cannot.is_some()), (false, 36, 100, false));
+        (report.moving, report.dirty) = (0, 0);
+        let sentence = stand(&report, ServerId(5), &mut most).cannot.unwrap();
+        assert!(sentence.contains("--stop"), "{sentence}");
+        report.drains[0] = DrainReport { groups: 0, stuck: 0, ..drain };
+        assert!(stand(&report, ServerId(5), &mut most).done);
+    }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use crate::connect::Connect;
+use crate::connect::Ask;
 use crate::{print, roles};
 
 /// Collect dead blocks now and wait until they are gone
@@ -15,24 +15,20 @@ use crate::{print, roles};
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    connect: Connect,
+    ask: Ask,
 
     /// Give up waiting after this long
     #[arg(long, default_value = "5m", value_parser = crate::settings::duration, value_name = "SPAN")]
     timeout: Duration,
-
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
 }
 
 /// Asks until nothing is left.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let found = args.connect.find()?;
+    let found = args.ask.find()?;
     let (first, last, waiting) = roles::block_on(async move {
         let tool = roles::tool(&found);
         let (first, waiting) = tool.collect().await?;
-        let bar = print::progress("collecting", waiting, args.json);
+        let bar = print::progress("collecting", waiting, args.ask.json);
         let end = Instant::now() + args.timeout;
         let (mut last, mut waiting) = (first, waiting);
         while waiting > 0 && Instant::now() < end {
@@ -44,7 +40,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         bar.finish_and_clear();
         Ok((first, last, waiting))
     })?;
-    if args.json {
+    if args.ask.json {
         println!("{:#}", json!({"collected": last - first, "waiting": waiting}));
     } else {
         println!("{} collected, {} left", print::count(last - first), print::count(waiting));

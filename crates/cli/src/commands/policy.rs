@@ -2,12 +2,12 @@
 //!
 //! Works through the mount: the agent shows policies as extended attributes, so that the usual rights of the path hold.
 
-use std::fs;
-use std::os::unix::fs::MetadataExt;
+mod restripe;
+
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context, bail};
+use anyhow::bail;
 use rustix::fs::XattrFlags;
 use rustix::io::Errno;
 use serde_json::json;
@@ -21,11 +21,16 @@ use crate::{print, settings};
 ///   torchfs policy get /mnt/t/checkpoints
 ///   torchfs policy restripe /mnt/t/checkpoints       # moves what was written before
 ///
-/// A policy of a folder holds for everything that is made below it from now on. It is set by the folder's owner or root.
+/// A policy of a folder holds for everything that is made below it from now on; folders below that have a policy of their own
+/// keep it. It is set by the folder's owner or root.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(subcommand)]
     action: Action,
+
+    /// Print one JSON object
+    #[arg(long, global = true)]
+    json: bool,
 }
 
 #[derive(clap::Subcommand)]
@@ -34,9 +39,6 @@ enum Action {
     Get {
         /// A file or folder in a mount
         path: PathBuf,
-        /// Print one JSON object
-        #[arg(long)]
-        json: bool,
     },
     /// Set it, for data written from now on
     Set {
@@ -51,17 +53,14 @@ enum Action {
     },
     /// Write old data again by the present policy
     ///
-    /// Files stay readable and writable meanwhile. Ctrl-C ends it between two files; what is done is done, and a second run goes
-    /// over the rest.
+    /// Each file gets the policy of the folder it is in. Files stay readable and writable meanwhile, and those that share blocks go
+    /// on sharing them. Ctrl-C ends it at any time; what is done is done, and a second run goes over the rest.
     Restripe {
         /// A file, or a folder with everything below it
         path: PathBuf,
         /// Most bytes per second
         #[arg(long, value_parser = settings::bytes, value_name = "SIZE")]
         rate: Option<u64>,
-        /// Print one JSON object at the end
-        #[arg(long)]
-        json: bool,
     },
 }
 
@@ -80,34 +79,83 @@ fn scheme_or_volume(text: &str) -> Result<Choice, String> {
 
 const REDUNDANCY: &str = "torchfs.redundancy";
 const STRIPE: &str = "torchfs.stripe";
+const ASKED: &str = "torchfs.asked";
+const POLICY: &str = "torchfs.policy";
 const RESTRIPE: &str = "torchfs.restripe";
 
 /// Asks the mount and prints.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     match args.action {
-        Action::Get { path, json } => get(&path, json),
-        Action::Set { path, redundancy, stripe } => set(&path, redundancy, stripe),
-        Action::Restripe { path, rate, json } => restripe(&path, rate, json),
+        Action::Get { path } => get(&path, args.json),
+        Action::Set { path, redundancy, stripe } => set(&path, redundancy, stripe, args.json),
+        Action::Restripe { path, rate } => restripe::run(&path, rate, args.json),
+    }
+}
+
+/// How new data at a path is stored.
+struct Shown {
+    redundancy: String,
+    asked: String,
+    stripe: String,
+    /// It differs from the volume.
+    own: bool,
+    /// Bytes of a file that are stored otherwise.
+    otherwise: u64,
+}
+
+impl Shown {
+    fn of(path: &Path) -> anyhow::Result<Shown> {
+        Ok(Shown {
+            redundancy: read(path, REDUNDANCY)?,
+            asked: read(path, ASKED)?,
+            stripe: read(path, STRIPE)?,
+            own: !read(path, POLICY)?.is_empty(),
+            otherwise: read(path, RESTRIPE)?.parse().unwrap_or(0),
+        })
+    }
+
+    /// What there are too few servers for.
+    fn warning(&self) -> Option<String> {
+        let asked = self.asked.parse::<Scheme>().ok().filter(|_| self.asked != self.redundancy)?;
+        Some(format!(
+            "  ! {asked} was asked for and needs {} data servers; until they have joined new data gets {}",
+            asked.width(),
+            self.redundancy
+        ))
+    }
+
+    fn describe(&self, path: &Path) -> serde_json::Value {
+        json!({"path": path, "redundancy": self.redundancy, "asked": self.asked, "own": self.own,
+               "stripe": self.stripe.parse::<u32>().ok(), "stored_otherwise": self.otherwise})
     }
 }
 
 fn get(path: &Path, json: bool) -> anyhow::Result<ExitCode> {
-    let (redundancy, stripe) = (read(path, REDUNDANCY)?, read(path, STRIPE)?);
+    let shown = Shown::of(path)?;
     if json {
+        println!("{:#}", shown.describe(path));
+        return Ok(ExitCode::SUCCESS);
+    }
+    let whose = if shown.own { "" } else { ", as the volume says" };
+    println!("{}: {}, over {} groups{whose}", path.display(), shown.redundancy, shown.stripe);
+    if let Some(warning) = shown.warning() {
+        println!("{warning}");
+    }
+    if shown.otherwise > 0 {
         println!(
-            "{:#}",
-            json!({"path": path, "redundancy": redundancy, "stripe": stripe.parse::<u32>().ok()})
+            "  {} of it are stored otherwise; torchfs policy restripe {} moves them",
+            print::size(shown.otherwise),
+            path.display()
         );
-    } else {
-        println!("{}: {redundancy}, over {stripe} groups", path.display());
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn set(path: &Path, redundancy: Option<Choice>, stripe: Option<u32>) -> anyhow::Result<ExitCode> {
+fn set(path: &Path, redundancy: Option<Choice>, stripe: Option<u32>, json: bool) -> anyhow::Result<ExitCode> {
     if redundancy.is_none() && stripe.is_none() {
         bail!("nothing to change: give --redundancy or --stripe");
     }
+    let before = read(path, POLICY)?;
     if let Some(choice) = redundancy {
         let text = match choice {
             Choice::Volume => String::new(),
@@ -118,86 +166,49 @@ fn set(path: &Path, redundancy: Option<Choice>, stripe: Option<u32>) -> anyhow::
     if let Some(groups) = stripe {
         write(path, STRIPE, &groups.to_string())?;
     }
+    let shown = Shown::of(path)?;
+    let (follow, keep) = hand_down(path, &before, &read(path, POLICY)?)?;
+    if json {
+        let mut out = shown.describe(path);
+        out["folders_that_follow"] = follow.into();
+        out["folders_with_their_own"] = keep.into();
+        println!("{out:#}");
+        return Ok(ExitCode::SUCCESS);
+    }
+    let path = path.display();
+    let redundancy = &shown.redundancy;
     println!(
-        "{}: {} for data written from now on; torchfs policy restripe {} moves what is there",
-        path.display(),
-        read(path, REDUNDANCY)?,
-        path.display()
+        "{path}: {redundancy} for data written from now on; torchfs policy restripe {path} moves what is there"
     );
+    if let Some(warning) = shown.warning() {
+        println!("{warning}");
+    }
+    if follow + keep > 0 {
+        println!("  {follow} folders below follow, {keep} keep a policy of their own");
+    }
     Ok(ExitCode::SUCCESS)
 }
 
-fn restripe(path: &Path, rate: Option<u64>, json: bool) -> anyhow::Result<ExitCode> {
-    read(path, REDUNDANCY)?;
-    let mut files = Vec::new();
-    collect(path, &mut files)?;
-    let total: u64 = files.iter().map(|(_, len)| len).sum();
-    let bar = print::progress_bytes("restripe", total, json);
-    let (start, mut done) = (std::time::Instant::now(), 0u64);
-    let mut failed = Vec::new();
-    for (file, len) in &files {
-        if let Err(error) = rewrite(file) {
-            failed.push(format!("{error:#}"));
-        }
-        done += len;
-        bar.set_position(done);
-        if let Some(rate) = rate.filter(|rate| *rate > 0) {
-            let due = std::time::Duration::from_secs_f64(done as f64 / rate as f64);
-            std::thread::sleep(due.saturating_sub(start.elapsed()));
-        }
+/// Folders below get the policy too, unless they had another one than this folder. Answers how many did, and how many had.
+fn hand_down(path: &Path, before: &str, now: &str) -> anyhow::Result<(u64, u64)> {
+    let (mut follow, mut keep) = (0, 0);
+    if before == now || !path.is_dir() {
+        return Ok((0, 0));
     }
-    bar.finish_and_clear();
-    if json {
-        println!("{:#}", json!({"files": files.len(), "bytes": total, "failed": failed}));
-    } else {
-        for error in &failed {
-            println!("{error}");
+    restripe::walk(path, &mut |folder, _| {
+        if folder == path {
+            return Ok(true);
         }
-        println!("{} files, {} written again", print::count(files.len() as u64), print::size(total));
-    }
-    Ok(if failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
-/// Has one file written again; somebody who changes it meanwhile goes first.
-fn rewrite(file: &Path) -> anyhow::Result<()> {
-    for _ in 0..20 {
-        match rustix::fs::setxattr(file, RESTRIPE, b"1", XattrFlags::empty()) {
-            Err(Errno::AGAIN | Errno::BUSY) => std::thread::sleep(std::time::Duration::from_millis(250)),
-            // Removed meanwhile.
-            Err(Errno::NOENT) => return Ok(()),
-            done => return done.with_context(|| format!("cannot write {} again", file.display())),
+        let own = read(folder, POLICY)?;
+        if own != before {
+            keep += u64::from(own != now);
+            return Ok(own == now); // what is below it is its own affair
         }
-    }
-    bail!("{} is being changed all the time; run this again later", file.display())
-}
-
-/// The regular files at or below a path, of its own file system, with their lengths.
-fn collect(path: &Path, files: &mut Vec<(PathBuf, u64)>) -> anyhow::Result<()> {
-    let meta = fs::symlink_metadata(path).with_context(|| format!("cannot look at {}", path.display()))?;
-    let device = meta.dev();
-    let mut folders = Vec::new();
-    if meta.is_file() {
-        files.push((path.to_path_buf(), meta.len()));
-    } else if meta.is_dir() {
-        folders.push(path.to_path_buf());
-    }
-    while let Some(folder) = folders.pop() {
-        let entries = fs::read_dir(&folder).with_context(|| format!("cannot list {}", folder.display()))?;
-        for entry in entries {
-            let entry = entry.with_context(|| format!("cannot list {}", folder.display()))?;
-            // Entries that vanish meanwhile need nothing.
-            let Ok(meta) = entry.metadata() else { continue };
-            if meta.dev() != device {
-                continue;
-            }
-            if meta.is_dir() {
-                folders.push(entry.path());
-            } else if meta.is_file() && meta.len() > 0 {
-                files.push((entry.path(), meta.len()));
-            }
-        }
-    }
-    Ok(())
+        write(folder, POLICY, now)?;
+        follow += 1;
+        Ok(true)
+    })?;
+    Ok((follow, keep))
 }
 
 fn read(path: &Path, name: &str) -> anyhow::Result<String> {
@@ -221,13 +232,14 @@ fn explain(path: &Path, errno: Errno) -> anyhow::Error {
                 "{path} is not in a TorchFS mount; give a path below one (see: mount -t fuse.torchfs)"
             )
         }
+        Errno::NOENT => anyhow::anyhow!("there is no {path}; give a path below a TorchFS mount"),
         Errno::PERM | Errno::ACCESS => {
             anyhow::anyhow!("only the owner of {path} and root may set its policy")
         }
         Errno::INVAL => {
             anyhow::anyhow!("{path} takes no such policy: too few data servers? See: torchfs servers")
         }
-        errno => anyhow::anyhow!("{path}: {errno}"),
+        errno => anyhow::anyhow!("cannot ask for the policy of {path}: {errno}"),
     }
 }
 
@@ -246,5 +258,7 @@ mod tests {
     fn a_folder_elsewhere_is_named_as_such() {
         let error = get(Path::new("/proc"), false).unwrap_err().to_string();
         assert!(error.contains("TorchFS mount"), "{error}");
+        let error = get(Path::new("/no such thing"), false).unwrap_err().to_string();
+        assert!(error.contains("there is no"), "{error}");
     }
 }

@@ -5,14 +5,13 @@ use std::process::ExitCode;
 use clap::ValueEnum;
 use torchfs_proto::msg::meta::Op;
 
-use crate::connect::Connect;
 use crate::roles;
 use crate::watch::{self, Watching};
 
 /// Even out the data servers: each gets its share by capacity
 ///
 ///   torchfs rebalance
-///   torchfs rebalance --auto off        # from now on only when asked
+///   torchfs rebalance --auto off        # from now on only when asked; moves nothing now
 ///
 /// The cluster does this by itself when servers join or leave, gently; this command does it now and waits. It moves no more
 /// than it must, at most at the given rate, and goes on when the command ends.
@@ -21,9 +20,6 @@ pub struct Args {
     /// From now on also by itself whenever servers join or leave
     #[arg(long, value_name = "WHEN")]
     auto: Option<Auto>,
-
-    #[command(flatten)]
-    connect: Connect,
 
     #[command(flatten)]
     watching: Watching,
@@ -39,10 +35,16 @@ enum Auto {
 
 /// Begins it and watches.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let found = args.connect.find()?;
+    let found = args.watching.ask.find()?;
     roles::block_on(async move {
         let tool = roles::tool(&found);
         tool.ask(Op::Rebalance { auto: args.auto.map(|auto| auto == Auto::On) }).await?;
+        if args.auto == Some(Auto::Off) {
+            let report = watch::look(&tool, None).await?;
+            let sentence = "servers are evened out only when torchfs rebalance is typed, from now on";
+            args.watching.ask.print(&watch::describe(&report), sentence);
+            return Ok(ExitCode::SUCCESS);
+        }
         watch::watch(&tool, &args.watching, "rebalance", watch::repair_stand).await
     })
 }

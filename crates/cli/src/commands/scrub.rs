@@ -4,7 +4,6 @@ use std::process::ExitCode;
 
 use torchfs_proto::msg::meta::{Op, RepairReport};
 
-use crate::connect::Connect;
 use crate::watch::{self, Stand, Watching};
 use crate::{print, roles};
 
@@ -21,20 +20,20 @@ pub struct Args {
     stop: bool,
 
     #[command(flatten)]
-    connect: Connect,
-
-    #[command(flatten)]
     watching: Watching,
 }
 
 /// Begins it and watches.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let found = args.connect.find()?;
+    let found = args.watching.ask.find()?;
     roles::block_on(async move {
         let tool = roles::tool(&found);
+        let ran = watch::look(&tool, None).await?.scrub.running;
         tool.ask(Op::Scrub { on: !args.stop }).await?;
         if args.stop {
-            println!("the scrub is ended");
+            let report = watch::look(&tool, None).await?;
+            let sentence = if ran { "the scrub is ended" } else { "no scrub ran" };
+            args.watching.ask.print(&watch::describe(&report), sentence);
             return Ok(ExitCode::SUCCESS);
         }
         let mut before = None;
@@ -48,14 +47,18 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
 /// Done when everything was read and what was bad or missing is whole again. `before` is what repair had done by then.
 fn stand(report: &RepairReport, before: u64) -> Stand {
     let scrub = &report.scrub;
-    if !scrub.running {
-        let repair = watch::repair_stand(report);
-        let made = print::count(report.pieces_done.saturating_sub(before));
-        let says =
-            format!("{} bad pieces found, {made} made again; {}", print::count(scrub.bad), repair.says);
-        // What cannot be repaired is named at the end, not waited for.
-        return Stand { done: repair.done || report.lost > 0, says, ..repair };
+    let found = format!("{}, {} bad", print::size(scrub.bytes), print::count(scrub.bad));
+    if scrub.running {
+        let says = format!("pieces, {found}");
+        return Stand { done: false, at: scrub.pieces, total: scrub.total, says, cannot: None };
     }
-    let says = format!("pieces, {}, {} bad", print::size(scrub.bytes), print::count(scrub.bad));
-    Stand { done: false, at: scrub.pieces, total: scrub.total, says }
+    let repair = watch::repair_stand(report);
+    // What cannot be repaired is named at the end, not waited for.
+    let done = repair.done || report.lost > 0;
+    let made = print::count(report.pieces_done.saturating_sub(before));
+    let says = match done {
+        true => format!("{} pieces read, {found}, {made} made again", print::count(scrub.pieces)),
+        false => format!("{found}; {}", repair.says),
+    };
+    Stand { done, says, ..repair }
 }

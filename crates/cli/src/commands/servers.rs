@@ -6,7 +6,6 @@ use serde_json::{Value, json};
 use torchfs_proto::layout::{ServerInfo, ServerState};
 use torchfs_proto::msg::meta::{Op, RepairReport};
 
-use crate::connect::Connect;
 use crate::watch::{self, Watching};
 use crate::{print, roles};
 
@@ -23,9 +22,6 @@ use crate::{print, roles};
 pub struct Args {
     #[command(subcommand)]
     action: Option<Action>,
-
-    #[command(flatten)]
-    connect: Connect,
 
     /// Wait until every block has full redundancy, and no group moves
     #[arg(long)]
@@ -47,34 +43,29 @@ enum Action {
         /// Even if data is lost with it
         #[arg(long)]
         force: bool,
-        #[command(flatten)]
-        connect: Connect,
     },
 }
 
 /// Asks and prints.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    if let Some(Action::Remove { server, force, connect }) = args.action {
-        let connect = if connect.meta.is_empty() { args.connect } else { connect };
-        let found = connect.find()?;
-        let id = roles::block_on(async move {
-            let tool = roles::tool(&found);
-            let id = watch::find_server(&tool.status().await?.servers, &server)?.id;
-            tool.ask(Op::RemoveServer { server: id, force }).await?;
-            Ok(id)
-        })?;
-        println!("server {id} is removed; its process may be stopped and its folder deleted");
-        return Ok(ExitCode::SUCCESS);
-    }
-    let found = args.connect.find()?;
+    let ask = args.watching.ask.clone();
+    let found = ask.find()?;
     roles::block_on(async move {
         let tool = roles::tool(&found);
+        if let Some(Action::Remove { server, force }) = args.action {
+            let id = watch::find_server(&tool.status().await?.servers, &server)?.id;
+            tool.ask(Op::RemoveServer { server: id, force }).await?;
+            let sentence =
+                format!("server {id} is removed; its process may be stopped and its folders deleted");
+            ask.print(&json!({"removed": id.0}), &sentence);
+            return Ok(ExitCode::SUCCESS);
+        }
         if args.wait {
-            return watch::watch(&tool, &args.watching, "repair", watch::repair_stand).await;
+            return watch::watch(&tool, &args.watching, "repair", watch::redundancy_stand).await;
         }
         let repair = watch::look(&tool, None).await?;
         let servers = tool.status().await?.servers;
-        if args.watching.json {
+        if ask.json {
             let all: Vec<Value> = servers.iter().map(describe).collect();
             println!("{:#}", json!({"servers": all, "repair": watch::describe(&repair)}));
         } else {
@@ -135,7 +126,19 @@ fn show(servers: &[ServerInfo], repair: &RepairReport) {
             );
         }
     }
-    let stand = watch::repair_stand(repair);
+    for drain in repair.drains.iter().filter(|drain| drain.groups > 0) {
+        let stuck = match drain.stuck {
+            0 => String::new(),
+            stuck => format!(", {stuck} of them with no other server to go to: start another data server"),
+        };
+        println!("server {} is being emptied: {} groups left{stuck}", drain.server, drain.groups);
+    }
+    if repair.scrub.running {
+        let scrub = &repair.scrub;
+        let (read, all) = (print::count(scrub.pieces), print::count(scrub.total));
+        println!("scrub: {read} of {all} pieces read, {} bad", print::count(scrub.bad));
+    }
+    let stand = watch::redundancy_stand(repair);
     if stand.done {
         println!("every group has full redundancy");
     } else {
@@ -158,7 +161,7 @@ fn describe(server: &ServerInfo) -> Value {
         .disks
         .iter()
         .map(|d| {
-            json!({"path": d.path, "total": d.total, "free": d.free, "used": d.used, "pieces": d.pieces,
+            json!({"path": d.path, "total": d.total, "free": d.free, "used": d.used, "pieces": d.pieces, "fs": d.fs,
                    "failed": d.failed, "fault": d.fault})
         })
         .collect();

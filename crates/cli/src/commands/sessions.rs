@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use serde_json::json;
 use torchfs_proto::SessionId;
 
-use crate::connect::Connect;
+use crate::connect::Ask;
 use crate::{print, roles};
 
 /// Show who is connected and what they hold, or end a session
@@ -18,11 +18,7 @@ pub struct Args {
     action: Option<Action>,
 
     #[command(flatten)]
-    connect: Connect,
-
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
+    ask: Ask,
 }
 
 #[derive(clap::Subcommand)]
@@ -31,23 +27,19 @@ enum Action {
     Evict {
         /// Its number, as `torchfs sessions` shows it
         id: u64,
-        #[command(flatten)]
-        connect: Connect,
     },
 }
 
 /// Asks and prints.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    if let Some(Action::Evict { id, connect }) = args.action {
-        let connect = if connect.meta.is_empty() { args.connect } else { connect };
-        let found = connect.find()?;
+    let found = args.ask.find()?;
+    if let Some(Action::Evict { id }) = args.action {
         roles::block_on(async move { Ok(roles::tool(&found).evict(SessionId(id)).await?) })?;
-        println!("session {id} is ended");
+        args.ask.print(&json!({ "evicted": id }), &format!("session {id} is ended"));
         return Ok(ExitCode::SUCCESS);
     }
-    let found = args.connect.find()?;
     let sessions = roles::block_on(async move { Ok(roles::tool(&found).sessions().await?) })?;
-    if args.json {
+    if args.ask.json {
         let sessions: Vec<_> = sessions
             .iter()
             .map(|s| {

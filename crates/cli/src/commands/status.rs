@@ -5,30 +5,27 @@ use std::process::ExitCode;
 use serde_json::json;
 use torchfs_proto::clock::{Clock, SystemClock};
 
-use crate::connect::Connect;
-use crate::{print, roles};
+use super::servers::state;
+use crate::connect::Ask;
+use crate::{print, roles, watch};
 
 /// Show servers, capacity, files, blocks, health
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    connect: Connect,
-
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
+    ask: Ask,
 }
 
 /// Asks and prints; the status is 0 whenever the cluster answered.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let found = args.connect.find()?;
+    let found = args.ask.find()?;
     let report = roles::block_on(async move { Ok(roles::tool(&found).status().await?) })?;
-    if args.json {
+    if args.ask.json {
         let servers: Vec<_> = report
             .servers
             .iter()
             .map(|s| {
-                json!({"id": s.id.0, "addr": s.addr, "up": s.up, "zone": s.zone, "total": s.total, "free": s.free,
+                json!({"id": s.id.0, "addr": s.addr, "up": s.up, "state": state(s), "zone": s.zone, "total": s.total, "free": s.free,
                        "used": s.used, "pieces": s.pieces})
             })
             .collect();
@@ -55,6 +52,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
                 "bytes": d.bytes,
                 "failure": d.failure,
             })),
+            "repair": report.repair.as_ref().map(watch::describe),
             "servers": servers,
         });
         println!("{out:#}");
@@ -83,13 +81,16 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             dumps.copies
         );
     }
+    if let Some(repair) = report.repair.as_ref().filter(|repair| !watch::redundancy_stand(repair).done) {
+        println!("redundancy: {}, {}/s", watch::redundancy_stand(repair).says, print::size(repair.rate));
+    }
     let rows: Vec<Vec<String>> = report
         .servers
         .iter()
         .map(|s| {
             vec![
                 s.id.to_string(),
-                if s.up { "up" } else { "down" }.to_string(),
+                state(s),
                 print::size(s.used),
                 print::size(s.free),
                 print::count(s.pieces),

@@ -11,7 +11,7 @@ use torchfs_proto::SessionId;
 use torchfs_proto::layout::ServerInfo;
 use torchfs_proto::msg::meta::{Done, Op, SessionTop};
 
-use crate::connect::Connect;
+use crate::connect::Ask;
 use crate::{print, roles, settings};
 
 /// Show what each client and each data server does, the busiest first
@@ -24,7 +24,7 @@ use crate::{print, roles, settings};
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    connect: Connect,
+    ask: Ask,
 
     /// How long to count
     #[arg(long, default_value = "2s", value_parser = settings::duration, value_name = "SPAN")]
@@ -33,10 +33,6 @@ pub struct Args {
     /// One interval only; the default when the output is no terminal
     #[arg(long)]
     once: bool,
-
-    /// Print one JSON object and end
-    #[arg(long)]
-    json: bool,
 }
 
 /// Figures of all sessions at one moment.
@@ -57,12 +53,12 @@ struct Rate<'a> {
 
 /// Counts and prints until told to stop.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let found = args.connect.find()?;
+    let found = args.ask.find()?;
     roles::block_on(async move {
         let tool = roles::tool(&found);
         let stop = roles::stop_signal()?;
         tokio::pin!(stop);
-        let once = args.once || args.json || !std::io::stdout().is_terminal();
+        let once = args.once || args.ask.json || !std::io::stdout().is_terminal();
         let mut last = sample(&tool).await?;
         loop {
             tokio::select! {
@@ -72,7 +68,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             let now = sample(&tool).await?;
             let servers = tool.status().await?.servers;
             let rates = rates(&last, &now);
-            if args.json {
+            if args.ask.json {
                 println!("{:#}", describe(&rates, &servers));
             } else {
                 let page = page(&rates, &servers);

@@ -9,7 +9,7 @@ use torchfs_proto::attr::Compression;
 use torchfs_proto::layout::Scheme;
 use torchfs_proto::msg::meta::{Done, Op, VolumeOp, VolumePolicy, VolumeReport};
 
-use crate::connect::Connect;
+use crate::connect::Ask;
 use crate::{print, roles, settings};
 
 /// Make, show, change and remove volumes
@@ -23,6 +23,9 @@ use crate::{print, roles, settings};
 pub struct Args {
     #[command(subcommand)]
     action: Action,
+
+    #[command(flatten)]
+    ask: Ask,
 }
 
 #[derive(clap::Subcommand)]
@@ -33,20 +36,13 @@ enum Action {
         name: String,
         #[command(flatten)]
         policies: Policies,
-        #[command(flatten)]
-        common: Common,
     },
     /// List all volumes
-    Ls {
-        #[command(flatten)]
-        common: Common,
-    },
+    Ls,
     /// Show one volume
     Show {
         /// Which
         name: String,
-        #[command(flatten)]
-        common: Common,
     },
     /// Change policies, for data written from now on
     Set {
@@ -54,8 +50,6 @@ enum Action {
         name: String,
         #[command(flatten)]
         policies: Policies,
-        #[command(flatten)]
-        common: Common,
     },
     /// Remove a volume that nobody has mounted
     Rm {
@@ -64,19 +58,7 @@ enum Action {
         /// Even if there are files in it; they are gone then
         #[arg(long)]
         force: bool,
-        #[command(flatten)]
-        common: Common,
     },
-}
-
-#[derive(clap::Args)]
-struct Common {
-    #[command(flatten)]
-    connect: Connect,
-
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
 }
 
 #[derive(clap::Args)]
@@ -111,27 +93,28 @@ enum Codec {
 
 /// Asks and prints.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let (op, common, done) = match args.action {
-        Action::Create { name, policies, common } => {
+    let ask = args.ask;
+    let (op, done) = match args.action {
+        Action::Create { name, policies } => {
             let policy = policies.policy()?;
-            (VolumeOp::Create { name, policy }, common, Some("is made; mount it with: torchfs mount"))
+            (VolumeOp::Create { name, policy }, Some("is made; mount it with: torchfs mount"))
         }
-        Action::Set { name, policies, common } => {
+        Action::Set { name, policies } => {
             let policy = policies.policy()?;
             if policy == VolumePolicy::default() {
                 anyhow::bail!(
                     "nothing to change: give --redundancy, --block-size, --compression or --stripe"
                 );
             }
-            (VolumeOp::Set { name, policy }, common, Some("is changed, for data written from now on"))
+            (VolumeOp::Set { name, policy }, Some("is changed, for data written from now on"))
         }
-        Action::Rm { name, force, common } => return remove(name, force, &common),
-        Action::Ls { common } => (VolumeOp::List, common, None),
-        Action::Show { name, common } => return show(&name, &common),
+        Action::Rm { name, force } => return remove(name, force, &ask),
+        Action::Ls => (VolumeOp::List, None),
+        Action::Show { name } => return show(&name, &ask),
     };
-    let found = common.connect.find()?;
-    let volumes = roles::block_on(async move { ask(&roles::tool(&found), op).await })?;
-    if common.json {
+    let found = ask.find()?;
+    let volumes = roles::block_on(async move { request(&roles::tool(&found), op).await })?;
+    if ask.json {
         let all: Vec<Value> = volumes.iter().map(describe).collect();
         println!("{:#}", json!({ "volumes": all }));
         return Ok(ExitCode::SUCCESS);
@@ -167,14 +150,14 @@ impl Policies {
     }
 }
 
-fn show(name: &str, common: &Common) -> anyhow::Result<ExitCode> {
-    let found = common.connect.find()?;
-    let volumes = roles::block_on(async move { ask(&roles::tool(&found), VolumeOp::List).await })?;
+fn show(name: &str, ask: &Ask) -> anyhow::Result<ExitCode> {
+    let found = ask.find()?;
+    let volumes = roles::block_on(async move { request(&roles::tool(&found), VolumeOp::List).await })?;
     let Some(volume) = volumes.iter().find(|v| v.info.name == name) else {
         let names: Vec<&str> = volumes.iter().map(|v| v.info.name.as_str()).collect();
         anyhow::bail!("there is no volume `{name}`; there are: {}", names.join(", "));
     };
-    if common.json {
+    if ask.json {
         println!("{:#}", describe(volume));
         return Ok(ExitCode::SUCCESS);
     }
@@ -195,19 +178,16 @@ fn show(name: &str, common: &Common) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn remove(name: String, force: bool, common: &Common) -> anyhow::Result<ExitCode> {
-    let found = common.connect.find()?;
+fn remove(name: String, force: bool, ask: &Ask) -> anyhow::Result<ExitCode> {
+    let found = ask.find()?;
     let op = VolumeOp::Remove { name: name.clone(), force };
-    roles::block_on(async move { ask(&roles::tool(&found), op).await })?;
-    if common.json {
-        println!("{:#}", json!({ "removed": name }));
-    } else {
-        println!("volume {name} is removed; its space comes back in the background");
-    }
+    roles::block_on(async move { request(&roles::tool(&found), op).await })?;
+    let sentence = format!("volume {name} is removed; its space comes back in the background");
+    ask.print(&json!({ "removed": name }), &sentence);
     Ok(ExitCode::SUCCESS)
 }
 
-async fn ask(tool: &Tool, op: VolumeOp) -> anyhow::Result<Vec<VolumeReport>> {
+async fn request(tool: &Tool, op: VolumeOp) -> anyhow::Result<Vec<VolumeReport>> {
     match tool.ask(Op::Volume(op)).await? {
         Done::Volumes(volumes) => Ok(volumes),
         Done::Ok => Ok(Vec::new()),

@@ -68,5 +68,7 @@ impl Connector for Links {
 /// A tool for commands that ask and print.
 pub fn tool(found: &Found) -> Tool {
     let cluster = Cluster::remote(found);
-    Tool::new(&cluster.meta, cluster.connector(Role::Tool), ToolConfig::default())
+    // Somebody waits for the answer; a takeover takes less.
+    let config = ToolConfig { unreachable: std::time::Duration::from_secs(10), ..ToolConfig::default() };
+    Tool::new(&cluster.meta, cluster.connector(Role::Tool), config)
 }

@@ -58,7 +58,8 @@ fn group(table: &Table, layout: &Layout, group: &Group) -> Vec<String> {
     if group.former.iter().any(|(piece, _)| usize::from(*piece) >= width) {
         problems.push("remembers a former place of a piece that it does not have".to_string());
     }
-    if !group.dirty && !(group.moving_to.is_empty() && group.former.is_empty()) {
+    let moves = !group.moving_to.is_empty() || !group.former.is_empty();
+    if moves && !group.dirty {
         problems.push("moves, but is not marked for repair: nobody will finish it".to_string());
     }
     // Where it moves away from a server that was removed, that one may still be named until it has moved.

@@ -182,7 +182,9 @@ impl Meta {
             report.groups += 1;
             report.dirty += u32::from(group.dirty);
             report.moving += u32::from(!group.moving_to.is_empty());
-            report.at_risk += u32::from(group.dirty && table.margin(layout, group) <= 0);
+            let degraded = table.lacks_server(group);
+            report.degraded += u32::from(degraded);
+            report.at_risk += u32::from((group.dirty || degraded) && table.margin(layout, group) <= 0);
         }
         if let Some(pass) = &repairs.pass {
             (report.pass_done, report.pass_total) = pass.progress();

@@ -225,14 +225,11 @@ impl Meta {
         };
         let pieces: Vec<PieceInfo> = pieces.iter().map(info).collect();
         let (drops, _) = self.judge(state, server, &pieces)?;
-        let mut strays = Strays::default();
-        for (block, piece) in drops {
-            match self.find_block(state, block)? {
-                Some(_) => strays.elsewhere.push((block, piece)),
-                None => strays.unknown.push((block, piece)),
-            }
-        }
-        Ok(strays)
+        let searched = state.members.table.servers.get(&server).is_some_and(|server| server.reconcile);
+        Ok(match searched {
+            true => Strays { leaving: drops, ..Strays::default() },
+            false => Strays { orphans: drops, ..Strays::default() },
+        })
     }
 
     fn dead(&self, state: &State) -> Result<Dead> {

@@ -3,7 +3,6 @@
 use minicbor::{Decode, Encode};
 use torchfs_engine::{Batch, Engine};
 use torchfs_meta::Config;
-use torchfs_proto::attr::Kind;
 use torchfs_proto::layout::{Group, Scheme};
 use torchfs_proto::msg::meta::{Done, Op, Strays, VolumeOp, VolumePolicy};
 use torchfs_proto::record::{self, ClusterCounters, LayoutRecord};
@@ -214,16 +213,20 @@ fn pieces_that_nobody_needs_are_told_from_those_in_flight_and_those_that_go_anyw
     let target = layout.groups[layout.group_of(known)].target();
     let other = placement.servers.iter().map(|server| server.id).find(|id| !target.contains(id)).unwrap();
     let pieces = vec![(nobody, 0), (in_flight, 0), (known, 0)];
-    let found = strays(target[0], pieces.clone());
-    assert_eq!(found, Strays { unknown: vec![(nobody, 0)], elsewhere: vec![] });
-    let found = strays(other, pieces);
-    assert_eq!(found, Strays { unknown: vec![(nobody, 0)], elsewhere: vec![(known, 0)] });
+    let orphans = |orphans| Strays { orphans, ..Strays::default() };
+    assert_eq!(strays(target[0], pieces.clone()), orphans(vec![(nobody, 0)]));
+    assert_eq!(strays(other, pieces.clone()), orphans(vec![(nobody, 0), (known, 0)]));
     // Deleted, and waiting for its turn.
     writer.client.unlink(&world, Ino::ROOT, "f").unwrap();
     writer.client.call(&world, Op::Release { inos: vec![writer.ino] }).unwrap();
     while world.meta.run_chores(100) > 0 {}
     assert_eq!(world.blocks(), []);
     assert_eq!(strays(target[0], vec![(known, 0)]), Strays::default());
-    writer.client.make(&world, Ino::ROOT, "g", Kind::File);
-    drop(servers);
+    // A server that was away is searched, so what it should not have goes by itself.
+    servers.kill(target[0].0);
+    servers.advance_ms(&world, 12_000);
+    servers.revive(target[0].0);
+    servers.advance_ms(&world, 1);
+    let leaving = Strays { leaving: vec![(nobody, 0)], ..Strays::default() };
+    assert_eq!(strays(target[0], pieces), leaving);
 }

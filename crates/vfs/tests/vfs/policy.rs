@@ -1,12 +1,14 @@
 //! Policies of folders and files: new content follows them, and old content is written again by them.
 
 use bytes::Bytes;
-use torchfs_proto::attr::Kind;
+use torchfs_proto::attr::{Kind, SetAttr};
 use torchfs_proto::{Code, Ino};
 use torchfs_vfs::{Caller, Vfs};
 
 use crate::world::{RDWR, WHO, close, content, create, run, write};
 
+/// More bytes than any file here has.
+const ALL: &[u8] = b"1000000000";
 const ROOT: Caller = Caller { uid: 0, gid: 0, pid: 1 };
 
 async fn redundancy(vfs: &Vfs, ino: Ino) -> String {
@@ -58,15 +60,82 @@ fn a_file_is_written_again_by_its_policy_and_keeps_its_bytes() {
         let attr = vfs.getattr(ino, None).await.unwrap().attr;
         vfs.setxattr(ROOT, ino, b"torchfs.redundancy", b"replicas:1", 0).await.unwrap();
         let before = world.pieces();
-        vfs.setxattr(ROOT, ino, b"torchfs.restripe", b"1", 0).await.unwrap();
+        vfs.setxattr(ROOT, ino, b"torchfs.restripe", ALL, 0).await.unwrap();
         let again = world.pieces() - before;
         assert_eq!(again, 35, "one copy of each block");
         assert_eq!(content(&vfs, ino).await, bytes);
         let after = vfs.getattr(ino, None).await.unwrap().attr;
         assert_eq!((after.size, after.mtime), (attr.size, attr.mtime), "programs see nothing of it");
         let before = world.pieces();
-        vfs.setxattr(ROOT, ino, b"torchfs.restripe", b"1", 0).await.unwrap();
+        vfs.setxattr(ROOT, ino, b"torchfs.restripe", ALL, 0).await.unwrap();
         assert_eq!(world.pieces(), before, "there is nothing left to do");
+        assert_eq!(world.problems().await, Vec::<String>::new());
+        vfs.shutdown().await.unwrap();
+    });
+}
+
+#[test]
+fn a_large_file_is_written_again_in_parts_that_can_be_counted() {
+    run(|world| async move {
+        let vfs = world.mount().await;
+        let (ino, opened) = create(&vfs, "file").await;
+        let bytes = noise(4 << 20);
+        write(&vfs, ino, opened.fh, 0, bytes.clone()).await;
+        close(&vfs, ino, opened.fh).await;
+        let left = || async {
+            let value = vfs.getxattr(ino, b"torchfs.restripe").await.unwrap();
+            String::from_utf8(value.to_vec()).unwrap().parse::<u64>().unwrap()
+        };
+        assert_eq!(left().await, 0);
+        vfs.setxattr(ROOT, ino, b"torchfs.policy", b"replicas:1 64", 0).await.unwrap();
+        assert_eq!(vfs.getxattr(ino, b"torchfs.policy").await.unwrap(), "replicas:1 64");
+        assert_eq!(left().await, 4 << 20);
+        vfs.setxattr(ROOT, ino, b"torchfs.restripe", b"1048576", 0).await.unwrap();
+        assert_eq!(left().await, 3 << 20);
+        vfs.setxattr(ROOT, ino, b"torchfs.restripe", ALL, 0).await.unwrap();
+        assert_eq!(left().await, 0);
+        assert_eq!(content(&vfs, ino).await, bytes);
+        vfs.setxattr(ROOT, ino, b"torchfs.policy", b"", 0).await.unwrap();
+        assert_eq!(redundancy(&vfs, ino).await, "replicas:2");
+        assert!(vfs.getxattr(ino, b"torchfs.policy").await.unwrap().is_empty());
+        vfs.shutdown().await.unwrap();
+    });
+}
+
+#[test]
+fn files_that_share_blocks_go_on_sharing_them_when_they_are_written_again() {
+    run(|world| async move {
+        let vfs = world.mount().await;
+        let (first, opened) = create(&vfs, "first").await;
+        let bytes = noise(2 << 20);
+        write(&vfs, first, opened.fh, 0, bytes.clone()).await;
+        let (second, copy) = create(&vfs, "second").await;
+        let len = bytes.len() as u64;
+        let copied = vfs.copy_file_range(first, opened.fh, 0, second, copy.fh, 0, len).await.unwrap();
+        assert_eq!(copied, len);
+        close(&vfs, first, opened.fh).await;
+        close(&vfs, second, copy.fh).await;
+        for ino in [first, second] {
+            vfs.setxattr(ROOT, ino, b"torchfs.redundancy", b"replicas:1", 0).await.unwrap();
+        }
+        let before = world.pieces();
+        vfs.setxattr(ROOT, first, b"torchfs.restripe", ALL, 0).await.unwrap();
+        assert_eq!(world.pieces() - before, 8, "one copy of each block");
+        vfs.setxattr(ROOT, second, b"torchfs.restripe", ALL, 0).await.unwrap();
+        assert_eq!(world.pieces() - before, 8, "the second file has the same blocks");
+        assert_eq!(vfs.getxattr(second, b"torchfs.restripe").await.unwrap(), "0");
+        for ino in [first, second] {
+            assert_eq!(content(&vfs, ino).await, bytes);
+        }
+        // What is remembered may be gone: then bytes are written after all.
+        let two = |ino| vfs.setxattr(ROOT, ino, b"torchfs.redundancy", b"replicas:2", 0);
+        two(first).await.unwrap();
+        two(second).await.unwrap();
+        vfs.setxattr(ROOT, first, b"torchfs.restripe", ALL, 0).await.unwrap();
+        vfs.setattr(first, None, SetAttr { size: Some(0), ..SetAttr::default() }).await.unwrap();
+        vfs.setxattr(ROOT, second, b"torchfs.restripe", ALL, 0).await.unwrap();
+        assert_eq!(vfs.getxattr(second, b"torchfs.restripe").await.unwrap(), "0");
+        assert_eq!(content(&vfs, second).await, bytes);
         assert_eq!(world.problems().await, Vec::<String>::new());
         vfs.shutdown().await.unwrap();
     });

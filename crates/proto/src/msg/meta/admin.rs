@@ -135,7 +135,7 @@ pub struct RepairReport {
     /// Groups in all.
     #[n(2)]
     pub groups: u32,
-    /// Dirty groups that survive no further loss.
+    /// Dirty or degraded groups that survive no further loss.
     #[n(3)]
     pub at_risk: u32,
     /// Blocks that the present pass has looked at.
@@ -177,6 +177,10 @@ pub struct RepairReport {
     /// Stale pieces removed since the service started.
     #[n(16)]
     pub dropped: u64,
+    /// Groups with a server that is down, out or removed: blocks of theirs lack pieces for now.
+    #[n(17)]
+    #[cbor(default)]
+    pub degraded: u32,
 }
 
 /// How far a server is emptied.
@@ -200,12 +204,13 @@ pub struct DrainReport {
 /// Pieces that a server holds and nobody needs.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Encode, Decode)]
 pub struct Strays {
-    /// Of blocks that no record names, that no living session may still name, and that do not wait to be deleted.
+    /// Of blocks that no record names, no living session may still name and no queue has for deletion, or of which this piece is
+    /// elsewhere; and the server is not being searched for such.
     #[n(0)]
-    pub unknown: Vec<(BlockId, u8)>,
-    /// Of blocks whose pieces are elsewhere by now; they go by themselves after a while.
+    pub orphans: Vec<(BlockId, u8)>,
+    /// The same on a server that is being searched: they go by themselves.
     #[n(1)]
-    pub elsewhere: Vec<(BlockId, u8)>,
+    pub leaving: Vec<(BlockId, u8)>,
 }
 
 /// How far a scrub is.
