@@ -184,7 +184,10 @@ impl Meta {
             report.moving += u32::from(!group.moving_to.is_empty());
             let degraded = table.lacks_server(group);
             report.degraded += u32::from(degraded);
-            report.at_risk += u32::from((group.dirty || degraded) && table.margin(layout, group) <= 0);
+            // One copy survives no loss at the best of times; that is no news.
+            let least = if layout.scheme.tolerates() > 0 { 0 } else { -1 };
+            let at_risk = (group.dirty || degraded) && table.margin(layout, group) <= least;
+            report.at_risk += u32::from(at_risk);
         }
         if let Some(pass) = &repairs.pass {
             (report.pass_done, report.pass_total) = pass.progress();
