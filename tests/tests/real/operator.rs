@@ -46,7 +46,7 @@ fn refuses(ran: Ran, about: &str) {
 
 #[test]
 fn volumes_and_policies_are_made_shown_changed_and_removed() {
-    let cluster = cluster(3, "replicas:2");
+    let cluster = cluster(4, "replicas:2");
     let t = |line: &str| cluster.torchfs(line.split(' '));
     says(&cluster, "volume create train --redundancy ec:2+1 --block-size 1MiB --compression none", "train");
     refuses(t("volume create train"), "volume set");

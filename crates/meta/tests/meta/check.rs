@@ -21,6 +21,7 @@ fn sound() -> (World, Servers, Writer) {
     let servers = Servers::join(&world, 3);
     let mut writer = Writer::new(&world, "f");
     writer.write(&world, &servers, 6, LEN);
+    servers.settle(&world);
     assert_eq!(world.problems(), Vec::<String>::new());
     (world, servers, writer)
 }

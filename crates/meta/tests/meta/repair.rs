@@ -50,6 +50,7 @@ fn a_lost_server_is_down_then_out_and_its_pieces_are_made_again_elsewhere() {
     let servers = Servers::join(&world, 4);
     let mut writer = Writer::new(&world, "f");
     writer.write(&world, &servers, 40, BIG);
+    servers.settle(&world);
     servers.kill(2);
     servers.advance_ms(&world, 12_000);
     let two = world.server_id(2);
@@ -614,6 +615,7 @@ fn a_disk_that_comes_back_is_searched_for_what_was_deleted_meanwhile() {
 fn who_was_down_stays_down_after_a_restart_until_it_is_heard() {
     let world = world("replicas:2");
     let servers = Servers::join(&world, 3);
+    servers.settle(&world);
     servers.kill(2);
     servers.advance_ms(&world, 12_000);
     let up = |world: &World| -> Vec<bool> { world.placement().servers.iter().map(|s| s.up).collect() };
