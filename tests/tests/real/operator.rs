@@ -109,6 +109,7 @@ fn servers_are_shown_scrubbed_evened_out_and_counted() {
     let mount = cluster.mount();
     Archive::write(mount.path(), "a", 6, 12 << 20, 1);
     let t = |line: &str| cluster.torchfs(line.split(' '));
+    says(&cluster, "servers --wait", "is done");
     says(&cluster, "servers", "every group has full redundancy");
     assert_eq!(json(&cluster, "servers")["servers"].as_array().unwrap().len(), 3);
     assert_eq!(json(&cluster, "status")["servers"][0]["state"], "up");
