@@ -47,9 +47,9 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
 /// Done when everything was read and what was bad or missing is whole again. `before` is what repair had done by then.
 fn stand(report: &RepairReport, before: u64) -> Stand {
     let scrub = &report.scrub;
-    let found = format!("{}, {} bad", print::size(scrub.bytes), print::count(scrub.bad));
+    let (read, bad) = (print::size(scrub.bytes), print::count(scrub.bad));
     if scrub.running {
-        let says = format!("pieces, {found}");
+        let says = format!("pieces, {read}, {bad} bad");
         return Stand { done: false, at: scrub.pieces, total: scrub.total, says, cannot: None };
     }
     let repair = watch::repair_stand(report);
@@ -57,8 +57,11 @@ fn stand(report: &RepairReport, before: u64) -> Stand {
     let done = repair.done || report.lost > 0;
     let made = print::count(report.pieces_done.saturating_sub(before));
     let says = match done {
-        true => format!("{} pieces read, {found}, {made} made again", print::count(scrub.pieces)),
-        false => format!("{found}; {}", repair.says),
+        true => {
+            let pieces = print::count(scrub.pieces);
+            format!("{pieces} pieces read, {read}; {bad} bad pieces found, {made} made again")
+        }
+        false => format!("{bad} bad pieces found; {}", repair.says),
     };
     Stand { done, says, ..repair }
 }
