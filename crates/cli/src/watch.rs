@@ -47,11 +47,12 @@ pub struct Stand {
 /// What a report says about how redundant the data is.
 pub fn repair_stand(report: &RepairReport) -> Stand {
     let says = match (report.dirty, report.pieces_left) {
+        (0, _) if report.balancing => "choosing what moves next".to_string(),
         (0, _) => "all is as it should be".to_string(),
         (groups, 0) => format!("{groups} groups to look at"),
         (groups, pieces) => format!("{groups} groups, {} pieces to copy", print::count(pieces)),
     };
-    let done = report.dirty == 0 && report.moving == 0;
+    let done = report.dirty == 0 && report.moving == 0 && !report.balancing;
     Stand { done, at: report.pass_done, total: report.pass_total, says, cannot: None }
 }
 
@@ -162,6 +163,7 @@ pub fn describe(report: &RepairReport) -> Value {
         "lost": report.lost,
         "lost_blocks": lost,
         "auto_rebalance": report.auto_rebalance,
+        "balancing": report.balancing,
         "drains": drains,
         "scrub": {"running": report.scrub.running, "pieces": report.scrub.pieces, "total": report.scrub.total,
                   "bytes": report.scrub.bytes, "bad": report.scrub.bad, "last_end": report.scrub.last_end},
@@ -215,6 +217,9 @@ mod tests {
         assert!(!repair_stand(&report).done);
         report.moving = 0;
         assert!(repair_stand(&report).done && redundancy_stand(&report).done);
+        report.balancing = true;
+        assert!(!repair_stand(&report).done, "the next groups are about to move");
+        report.balancing = false;
         report.degraded = 3;
         assert!(repair_stand(&report).done && !redundancy_stand(&report).done, "a server is away");
     }

@@ -439,6 +439,7 @@ fn admin_replies(golden: &mut Golden) {
         scrub: meta::ScrubReport { running: true, pieces: 1, total: 2, bytes: 3, bad: 4, last_end: 5 },
         dropped: 9,
         degraded: 3,
+        balancing: true,
     };
     let top = meta::SessionTop { session: SessionId(5), who: None, ops: 42, load: session_load() };
     for (label, done) in [

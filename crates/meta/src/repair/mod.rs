@@ -175,6 +175,7 @@ impl Meta {
             lost: repairs.lost.len() as u64,
             lost_blocks: repairs.lost.keys().take(LOST_SHOWN).copied().collect(),
             auto_rebalance: !repairs.settings.no_rebalance,
+            balancing: repairs.balance_now,
             dropped: repairs.dropped,
             ..RepairReport::default()
         };

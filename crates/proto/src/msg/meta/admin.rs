@@ -181,6 +181,10 @@ pub struct RepairReport {
     #[n(17)]
     #[cbor(default)]
     pub degraded: u32,
+    /// Servers are being evened out because somebody asked; groups move a few at a time.
+    #[n(18)]
+    #[cbor(default)]
+    pub balancing: bool,
 }
 
 /// How far a server is emptied.
