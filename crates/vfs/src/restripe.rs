@@ -270,7 +270,7 @@ mod tests {
         };
         assert_eq!(moved.find(&part(10, 30), LayoutId(2)), Some(source_of(&block, 10)));
         assert_eq!(moved.find(&part(10, 31), LayoutId(2)), None);
-        moved.forget(&[first.clone()]);
+        moved.forget(std::slice::from_ref(&first));
         assert_eq!(moved.find(&first, LayoutId(2)), None);
     }
 }
