@@ -449,9 +449,11 @@ fn locks_conflict_and_are_handed_on() {
         sys::ofd_lock(&one, libc::F_UNLCK, 0, 10, false).unwrap();
         waiting.join().unwrap().unwrap();
     });
-    // Closing ends what is left.
+    // Closing ends what is left, as soon as no process that is just being started has the file any more.
     drop(waits);
-    sys::ofd_lock(&one, libc::F_WRLCK, 0, 5, false).unwrap();
+    eventually("the lock to be free", || {
+        sys::ofd_lock(&one, libc::F_WRLCK, 0, 5, false).map_err(|e| e.to_string())
+    });
 }
 
 #[test]
