@@ -413,3 +413,48 @@ fn pjdfstest_and_fsx_find_nothing_with_the_metadata_in_a_database() {
     suites::fsx(sandbox, &mount.at("f"), seed(87), count(3_000, 1_000_000));
     shared.cluster.fsck();
 }
+
+/// Private memory of a process, in bytes: what is mapped from files is the kernel's.
+fn private_memory(pid: i32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the process runs");
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect("the kernel counts it");
+    line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") << 10
+}
+
+/// Makes files until this many lie in the metadata and answers the most private memory that was seen meanwhile.
+fn fill_and_watch(cluster: &Cluster, files: u64) -> u64 {
+    let (pid, mut most, mut made) = (cluster.meta.pid(), 0, 0);
+    while made < files {
+        let ran = cluster.torchfs([
+            "bench",
+            "meta",
+            "creates",
+            "--clients",
+            "16",
+            "--time",
+            "1s",
+            "--keep",
+            "--json",
+        ]);
+        let report: Value = serde_json::from_str(&ran.ok()).expect("JSON");
+        made += report["count"].as_u64().expect("a count");
+        most = most.max(private_memory(pid));
+    }
+    most
+}
+
+#[test]
+fn the_memory_of_a_metadata_service_stays_within_its_bound_on_both_engines() {
+    const BOUND: u64 = 24 << 20;
+    let small =
+        || Options { servers: 0, meta_args: vec!["--memory".into(), "24MiB".into()], ..Options::default() };
+    // Ten times what fits: a file takes about 400 bytes and more in memory.
+    let files = count(100_000, 2_000_000);
+    let shared = Shared::with(small());
+    // Beside the bound: the program, its threads' arenas, its sessions; and batches on their way to the database, as text too.
+    for (cluster, base) in [(&Cluster::with(small()), 24 << 20), (&shared.cluster, 56 << 20)] {
+        let most = fill_and_watch(cluster, files);
+        assert!(most < base + BOUND, "{} MiB of private memory", most >> 20);
+        cluster.fsck();
+    }
+}
