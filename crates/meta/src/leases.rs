@@ -18,9 +18,9 @@
 //! # Not here
 //! Sending recalls and waiting for them: `service.rs`.
 
-use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
+use foldhash::{HashMap, HashMapExt, HashSet, HashSetExt};
 use torchfs_proto::msg::meta::{Grant, lease};
 use torchfs_proto::{Ino, SessionId, VolumeId};
 

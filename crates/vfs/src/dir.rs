@@ -6,6 +6,7 @@
 
 use std::future::Future;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -29,8 +30,10 @@ pub(crate) struct Listing {
     plus: bool,
     end: bool,
     whole: Option<Whole>,
-    /// What the page names: kept here until the kernel had its chance to refer to it.
-    _nodes: Vec<Arc<Inode>>,
+    /// What the page names, where attributes were asked for; kept here until the kernel had its chance to refer to it.
+    nodes: Vec<Option<Arc<Inode>>>,
+    /// The names of the page are all among those of the folder that have this number, if no change came since.
+    kept: Option<Kept>,
     /// The page after this one, asked for when half of this one was taken.
     ahead: Option<Ahead>,
 }
@@ -45,6 +48,13 @@ struct Ahead {
     asking: Asking,
 }
 
+/// When all names of a page were noted in their folder.
+#[derive(Clone, Copy)]
+struct Kept {
+    serial: u64,
+    changes: u64,
+}
+
 /// A listing from the start under a lease, so far without a gap.
 #[derive(Clone, Copy)]
 struct Whole {
@@ -54,13 +64,17 @@ struct Whole {
 }
 
 impl Listing {
+    /// Where in the page what follows a cookie begins, if the cookie is in it.
+    fn place(&self, after: u64) -> Option<usize> {
+        if after == self.after {
+            return Some(0);
+        }
+        self.entries.binary_search_by_key(&after, |entry| entry.cookie).ok().map(|at| at + 1)
+    }
+
     /// What of the page follows a cookie, if the cookie is in it.
     fn rest(&self, after: u64) -> Option<&[DirEntry]> {
-        if after == self.after {
-            return Some(&self.entries);
-        }
-        let at = self.entries.binary_search_by_key(&after, |entry| entry.cookie).ok()?;
-        self.entries.get(at + 1..)
+        self.entries.get(self.place(after)?..)
     }
 }
 
@@ -85,17 +99,22 @@ impl Vfs {
         if !self.has_page(&handle, cookie, plus) {
             self.fetch_page(&handle, cookie, plus).await?;
         }
-        let (entries, next): (Vec<DirEntry>, _) = {
+        let (items, next) = {
             let listing = handle.listing.lock();
-            let rest = listing.rest(cookie).unwrap_or_default();
-            let entries = rest.iter().take(want.max(1)).cloned().collect();
+            let from = listing.place(cookie).unwrap_or(listing.entries.len());
+            let rest = listing.entries.get(from..).unwrap_or_default();
+            let nodes = listing.nodes.get(from..).unwrap_or_default();
+            let ttl = self.names_ttl(&handle.node, &listing).filter(|_| plus);
+            let items: Vec<DirItem> = (rest.iter().zip(nodes).take(want.max(1)))
+                .map(|(entry, node)| self.item(&handle.node, entry, node.as_ref().filter(|_| plus), ttl))
+                .collect();
             let wanted = !listing.end && listing.ahead.is_none() && rest.len() <= listing.entries.len() / 2;
-            (entries, rest.last().filter(|_| wanted).map(|last| last.cookie))
+            (items, rest.last().filter(|_| wanted).map(|last| last.cookie))
         };
         if let Some(after) = next {
             self.ask_ahead(&handle, after, plus);
         }
-        Ok(entries.into_iter().map(|entry| self.item(&handle.node, entry, plus)).collect())
+        Ok(items)
     }
 
     /// A listing is done.
@@ -151,7 +170,7 @@ impl Vfs {
         // An entry is kept if nothing can have changed since this page was asked for; the whole, since the first page.
         let kept = self.keep_page(node, &entries, asked, changes);
         let whole = before
-            .filter(|whole| kept && self.is_current(whole.asked) && whole.changes == changes)
+            .filter(|whole| kept.is_some() && self.is_current(whole.asked) && whole.changes == changes)
             .map(|whole| Whole { listed: whole.listed + entries.len(), ..whole });
         if let Some(whole) = whole.filter(|_| end)
             && let Some((names, _)) = node.lock().find_names(&self.0.meta, ino)
@@ -160,13 +179,14 @@ impl Vfs {
             names.complete |= names.map.values().flatten().count() == whole.listed;
         }
         self.bound_entries();
-        let learn = |attr: Attr| {
+        let current = self.is_current(asked);
+        let learn = |attr: &Attr| {
             let child = self.node(attr.ino);
-            self.learned(&child, attr, asked);
+            child.lock().learn(&self.0.meta, attr.clone(), current);
             child
         };
-        let nodes = entries.iter().filter_map(|entry| entry.attr.clone()).map(learn).collect();
-        *handle.listing.lock() = Listing { entries, after, plus, end, whole, _nodes: nodes, ahead: None };
+        let nodes = entries.iter().map(|entry| entry.attr.as_ref().map(learn)).collect();
+        *handle.listing.lock() = Listing { entries, after, plus, end, whole, nodes, kept, ahead: None };
         Ok(())
     }
 
@@ -197,35 +217,52 @@ impl Vfs {
     }
 
     /// Notes the entries of a page in the folder.
-    fn keep_page(&self, node: &Inode, entries: &[DirEntry], asked: Asked, changes: u64) -> bool {
+    fn keep_page(&self, node: &Inode, entries: &[DirEntry], asked: Asked, changes: u64) -> Option<Kept> {
         let mut state = node.lock();
-        let kept = self.is_current(asked) && state.changes == changes && state.busy == 0;
-        if kept {
-            if entries.is_empty() {
-                self.leased_names(&mut state, node.ino);
-            }
-            for entry in entries {
-                self.keep_name(&mut state, node.ino, &entry.name, Some(entry.ino));
-            }
+        if !self.is_current(asked) || state.changes != changes || state.busy > 0 {
+            return None;
         }
-        kept
+        self.leased_names(&mut state, node.ino)?;
+        let names = state.names.as_mut()?;
+        let before = names.map.len();
+        names.map.reserve(entries.len());
+        for entry in entries {
+            names.map.insert(Bytes::copy_from_slice(&entry.name), Some(entry.ino));
+        }
+        self.0.entries.fetch_add(names.map.len() - before, Ordering::Relaxed);
+        Some(Kept { serial: names.serial, changes })
     }
 
-    fn item(&self, folder: &Inode, entry: DirEntry, plus: bool) -> DirItem {
-        let node = entry.attr.filter(|_| plus).map(|attr| {
-            let known = {
+    /// For how long the kernel may keep the names of a page, if all of them are surely among those of the folder.
+    fn names_ttl(&self, folder: &Inode, listing: &Listing) -> Option<Duration> {
+        let kept = listing.kept?;
+        let mut state = folder.lock();
+        if state.changes != kept.changes {
+            return None;
+        }
+        let (names, ttl) = state.find_names(&self.0.meta, folder.ino)?;
+        (names.serial == kept.serial).then_some(ttl)
+    }
+
+    fn item(
+        &self,
+        folder: &Inode,
+        entry: &DirEntry,
+        child: Option<&Arc<Inode>>,
+        ttl: Option<Duration>,
+    ) -> DirItem {
+        let node = child.zip(entry.attr.as_ref()).map(|(child, attr)| {
+            let known = ttl.or_else(|| {
                 let mut state = folder.lock();
-                state.find_names(&self.0.meta, folder.ino).and_then(|(names, ttl)| {
-                    (names.map.get(&entry.name[..]) == Some(&Some(entry.ino))).then_some(ttl)
-                })
-            };
+                let (names, ttl) = state.find_names(&self.0.meta, folder.ino)?;
+                (names.map.get(&entry.name[..]) == Some(&Some(entry.ino))).then_some(ttl)
+            });
             let ttl = known.map_or(Duration::ZERO, |ttl| ttl.min(self.0.config.ttl_max));
-            let child = self.node(attr.ino);
             let state = child.lock();
-            (self.answer(&state, attr), ttl)
+            (self.answer(&state, attr.clone()), ttl)
         });
         DirItem {
-            name: Bytes::from(Vec::from(entry.name)),
+            name: Bytes::copy_from_slice(&entry.name),
             ino: entry.ino,
             kind: entry.kind,
             cookie: entry.cookie,

@@ -42,7 +42,7 @@ mod testing;
 mod write;
 mod xattr;
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashSet, VecDeque};
 use std::future::Future;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -50,6 +50,7 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 
 use bytes::Bytes;
+use foldhash::HashMap;
 use futures_util::future::BoxFuture;
 use parking_lot::{Mutex, RwLock};
 use torchfs_cache::{Cache, CacheConfig, Fetch};

@@ -12,12 +12,13 @@
 //! - One node per inode number: it leaves the table only when nobody else holds it.
 //! - `state` is never locked across an await, nor two of them at once.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use foldhash::{HashMap, HashMapExt};
 use parking_lot::{Mutex, MutexGuard};
 use torchfs_client::{Mark, Meta};
 use torchfs_proto::attr::{Attr, Raw, Time};
@@ -82,6 +83,8 @@ pub(crate) struct Asked(u64);
 /// Entries of a folder, under a lease on its names.
 pub(crate) struct Names {
     pub(crate) epoch: u32,
+    /// No other entries of any folder had or will have this number.
+    pub(crate) serial: u64,
     /// `None`: known to be absent.
     pub(crate) map: HashMap<Bytes, Option<Ino>>,
     /// What is not in the map is absent.
@@ -126,6 +129,8 @@ pub(crate) struct File {
     pub(crate) kernel_version: Option<u64>,
     /// How often that became unknown.
     pub(crate) forgotten: u64,
+    /// It was opened for use with the kernel's pages.
+    pub(crate) paged: bool,
 }
 
 impl Inode {
@@ -271,7 +276,9 @@ impl State {
 
 impl Names {
     pub(crate) fn new(epoch: u32) -> Names {
-        Names { epoch, map: HashMap::new(), complete: false }
+        static SERIALS: AtomicU64 = AtomicU64::new(0);
+        let serial = SERIALS.fetch_add(1, Ordering::Relaxed);
+        Names { epoch, serial, map: HashMap::new(), complete: false }
     }
 }
 
@@ -296,6 +303,7 @@ impl File {
             error: None,
             kernel_version: None,
             forgotten: 0,
+            paged: false,
         }
     }
 

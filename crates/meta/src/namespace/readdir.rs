@@ -1,8 +1,8 @@
 //! readdir: the entries of a folder in the order of their cookies.
 
-use std::collections::HashMap;
 use std::ops::ControlFlow;
 
+use foldhash::{HashMap, HashMapExt};
 use torchfs_proto::msg::meta::{DirEntry, Done, ENTRIES_MAX, lease};
 use torchfs_proto::record::{Cookie, Inode};
 use torchfs_proto::{Code, Fault, Ino, Result, key};
@@ -31,10 +31,10 @@ pub fn readdir(view: &View<'_>, ino: Ino, cookie: u64, limit: u32, plus: bool) -
     }
     let mut decision = Decision::new(Done::Ok).read(ino).want(ino, lease::NAMES);
     if plus {
-        let near = neighbours(view, &entries)?;
+        let mut near = neighbours(view, &entries)?;
         for entry in &mut entries {
-            let child = match near.get(&entry.ino) {
-                Some(child) => child.clone(),
+            let child = match near.remove(&entry.ino) {
+                Some(child) => child,
                 None => view.find_inode(entry.ino)?.ok_or_else(|| {
                     Fault::new(
                         Code::Corrupt,
