@@ -27,6 +27,7 @@ impl Vfs {
         check_name(name)?;
         if let Some(found) = self.find_entry(parent, name) {
             ::metrics::counter!(metrics::LOOKUP_HITS).increment(1);
+            self.bound_entries();
             return Ok(found);
         }
         ::metrics::counter!(metrics::LOOKUP_MISSES).increment(1);
@@ -278,14 +279,19 @@ impl Vfs {
         Some(Found { node: Some(self.answer(&state, attr)), entry_ttl })
     }
 
-    /// What a folder says about a name, if it may.
+    /// What a folder says about a name, if it may. A name that is absent because all others are known is noted: the kernel may
+    /// remember the answer, and a recall has to take it back.
     fn find_name(&self, parent: Ino, name: &[u8]) -> Option<(Option<Ino>, Duration)> {
         let folder = self.find_node(parent)?;
         let mut state = folder.lock();
         let (names, ttl) = state.find_names(&self.0.meta, parent)?;
         match names.map.get(name) {
             Some(ino) => Some((*ino, ttl)),
-            None if names.complete && name != b".." && name != b"." => Some((None, ttl)),
+            None if names.complete && name != b".." && name != b"." => {
+                names.map.insert(Bytes::copy_from_slice(name), None);
+                self.0.entries.fetch_add(1, Ordering::Relaxed);
+                Some((None, ttl))
+            }
             None => None,
         }
     }
