@@ -23,6 +23,7 @@ use crate::{Fh, Opened, Vfs, unexpected};
 pub(crate) const O_ACCMODE: i32 = 3;
 pub(crate) const O_EXCL: i32 = 0o200;
 pub(crate) const O_TRUNC: i32 = 0o1000;
+pub(crate) const O_APPEND: i32 = 0o2000;
 /// O_DSYNC; O_SYNC is this and one more bit.
 pub(crate) const O_DSYNC: i32 = 0o10000;
 
@@ -173,11 +174,15 @@ impl Vfs {
             if state.leaving > 0 {
                 continue;
             }
-            let direct = !self.holds_any(node.ino, &[lease::READ, lease::WRITE]);
+            // Through its page cache the kernel cuts a write at the end of a page, and what another machine appends could come
+            // between the parts.
+            let appends = writes && flags & O_APPEND != 0;
+            let direct = appends || !self.holds_any(node.ino, &[lease::READ, lease::WRITE]);
             state.handles += 1;
             state.writers += u32::from(writes);
             let version = state.attr.as_ref().map(|attr| attr.data_version);
             let file = state.file();
+            file.paged |= !direct;
             let keep = !direct && version.is_some() && file.kernel_version == version;
             if !keep {
                 file.forget_pages();

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
+use futures_util::future::select;
 use torchfs_proto::attr::{SIZE_MAX, Time, flags};
 use torchfs_proto::clock::{Clock, SystemClock};
 use torchfs_proto::extent::{INLINE_MAX, RangeOp, Source};
@@ -24,8 +25,8 @@ use crate::{Fh, Vfs, WriteFlags};
 const SEAL_SHARE: u64 = 4;
 
 enum Buffered {
-    /// The bytes are in the buffer.
-    Done,
+    /// The bytes are in the buffer, for this place.
+    Done(u64),
     /// A truncation or the like is under way.
     Later,
     /// No lease to write under.
@@ -53,16 +54,15 @@ impl Vfs {
         }
         handle.wrote();
         let sync = flags.sync || handle.sync;
-        loop {
+        let at = loop {
             let progress = node.progress.listen();
             let freed = self.0.budget.freed.listen();
             match self.buffer(&handle, offset, &data, flags)? {
-                Buffered::Done => break,
+                Buffered::Done(at) => break at,
                 Buffered::Later => progress.await,
                 Buffered::NoRight => self.open_data(node, true).await?,
                 Buffered::Through => {
-                    self.write_through(node, offset, data, flags).await?;
-                    break;
+                    break self.write_through(node, offset, data, flags).await?;
                 }
                 Buffered::FileFull { all } => {
                     self.start_flush(node, all);
@@ -73,6 +73,9 @@ impl Vfs {
                     freed.await;
                 }
             }
+        };
+        if flags.append {
+            self.drop_pages(node, at, u64::from(len)).await;
         }
         if sync {
             self.sync_node(node).await?;
@@ -86,7 +89,7 @@ impl Vfs {
         let (node, meta, config) = (&handle.node, &self.0.meta, &self.0.config);
         let len = data.len() as u64;
         let block = u64::from(meta.info().volume.block_size.max(1));
-        let (job, flush, first) = {
+        let (job, flush, (first, at)) = {
             let mut state = node.lock();
             if let Some(file) = &state.file {
                 file.check(handle.seen)?;
@@ -148,7 +151,7 @@ impl Vfs {
             if many {
                 file.want = file.number;
             }
-            (job, many || sealed >= config.commit_bytes, first)
+            (job, many || sealed >= config.commit_bytes, (first, offset))
         };
         if first {
             self.0.dirty.lock().insert(node.ino, node.clone());
@@ -159,7 +162,17 @@ impl Vfs {
         if flush {
             self.start_flush(node, false);
         }
-        Ok(Buffered::Done)
+        Ok(Buffered::Done(at))
+    }
+
+    /// The kernel does not put appended bytes into its pages. What it read there meanwhile is older than they are.
+    async fn drop_pages(&self, node: &Inode, at: u64, len: u64) {
+        if !node.lock().file.as_ref().is_some_and(|file| file.paged) {
+            return;
+        }
+        self.0.host.invalidate_data(node.ino, at, len);
+        // Nobody may wait for the kernel without a bound.
+        let _ = select(self.0.host.settled(), self.0.tick.listen()).await;
     }
 
     /// Puts and commits at once.
@@ -169,7 +182,7 @@ impl Vfs {
         offset: u64,
         data: Bytes,
         flags: WriteFlags,
-    ) -> Result<()> {
+    ) -> Result<u64> {
         let changing = Changing::begin(node).await;
         let (vfs, node) = (self.clone(), node.clone());
         self.finish(async move {
@@ -198,8 +211,8 @@ impl Vfs {
                 });
                 at += len;
             }
-            vfs.commit_now(&node, blocks, ranges, flags.kill_privileges).await?;
-            Ok(())
+            let appended = vfs.commit_now(&node, blocks, ranges, flags.kill_privileges).await?;
+            Ok(appended.first().copied().unwrap_or(offset))
         })
         .await
     }

@@ -12,9 +12,10 @@
 //! - At most `remember_max` recalls are remembered. Beyond that, grants up to the highest forgotten number are refused on
 //!   every inode, which costs a round trip and is never wrong.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use foldhash::{HashMap, HashMapExt};
 use torchfs_proto::Ino;
 use torchfs_proto::msg::meta::{Grant, lease};
 
@@ -36,6 +37,10 @@ pub(crate) struct Leases {
     /// Keepers are being told that all is lost: nothing is granted until they know.
     voiding: u32,
     recalls: Recalls,
+    /// Recalls whose acknowledgement has not reached the service, by event: until then it may say again what it takes back.
+    unheard: HashMap<u64, (Ino, u64)>,
+    /// The same by inode: the newest grant that is taken back, and how many recalls there are.
+    leaving: HashMap<Ino, (u64, u32)>,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -60,6 +65,8 @@ impl Leases {
             held: HashMap::new(),
             voiding: 0,
             recalls: Recalls { max: remember_max, ..Recalls::default() },
+            unheard: HashMap::new(),
+            leaving: HashMap::new(),
         }
     }
 
@@ -107,7 +114,17 @@ impl Leases {
             return;
         }
         for grant in grants {
-            if self.recalls.void(grant.ino, grant.number) {
+            let leaving = self.leaving.get(&grant.ino).is_some_and(|(upto, _)| grant.number <= *upto);
+            if leaving || self.recalls.void(grant.ino, grant.number) {
+                if leaving && grant.bits & WRITING != 0 {
+                    // Good to commit under what is dirty, and for nothing new.
+                    let held = self.held.entry(grant.ino).or_default();
+                    if held.bits & WRITING == 0 {
+                        held.returning |= grant.bits & WRITING;
+                        held.newest = held.newest.max(grant.number);
+                        held.writing = held.writing.max(grant.number);
+                    }
+                }
                 continue;
             }
             let held = self.held.entry(grant.ino).or_default();
@@ -126,10 +143,14 @@ impl Leases {
         }
     }
 
-    /// A recall came: the bits are not held any more. The grant number stays until [`Leases::returned`], so that what is
-    /// dirty can be committed under it.
-    pub fn recall(&mut self, ino: Ino, bits: u8, number: u64) {
+    /// A recall came with this event: the bits are not held any more. The grant number stays until [`Leases::returned`], so that
+    /// what is dirty can be committed under it.
+    pub fn recall(&mut self, event: u64, ino: Ino, bits: u8, number: u64) {
         self.recalls.recalled(ino, number);
+        if self.unheard.insert(event, (ino, number)).is_none() {
+            let leaving = self.leaving.entry(ino).or_insert((number, 0));
+            *leaving = (leaving.0.max(number), leaving.1 + 1);
+        }
         if let Some(held) = self.held.get_mut(&ino) {
             held.returning |= held.bits & bits & WRITING;
             held.bits &= !bits;
@@ -145,6 +166,19 @@ impl Leases {
             }
             self.tidy(ino);
         }
+    }
+
+    /// The service knows that the recall of this event was honoured. What it said before and is still on its way stays void.
+    pub fn heard(&mut self, event: u64) {
+        let Some((ino, number)) = self.unheard.remove(&event) else { return };
+        if let Some(leaving) = self.leaving.get_mut(&ino) {
+            leaving.1 -= 1;
+            if leaving.1 == 0 {
+                self.leaving.remove(&ino);
+            }
+        }
+        self.recalls.recalled(ino, number);
+        self.returned(ino, number);
     }
 
     /// The session gives bits back; returns the newest grant it knew. 255 gives back all.
@@ -175,6 +209,8 @@ impl Leases {
     /// WRITE or SHARED grant).
     pub fn take(&mut self) -> Vec<(Ino, u8, u64)> {
         self.recalls.forget_numbers();
+        self.unheard.clear();
+        self.leaving.clear();
         self.held.drain().map(|(ino, held)| (ino, held.bits | held.returning, held.writing)).collect()
     }
 
@@ -331,7 +367,7 @@ mod tests {
         let now = Instant::now();
         let mut leases = leases(now);
         let early = leases.begin();
-        leases.recall(INO, lease::ATTR, 10);
+        leases.recall(1, INO, lease::ATTR, 10);
         let late = leases.begin();
         leases.end(late);
         leases.grant(1, &[grant(INO, lease::ATTR, 10), grant(Ino(8), lease::ATTR, 9)]);
@@ -349,9 +385,9 @@ mod tests {
         let now = Instant::now();
         let mut leases = leases(now);
         let first = leases.begin();
-        leases.recall(INO, lease::ATTR, 10);
+        leases.recall(2, INO, lease::ATTR, 10);
         let second = leases.begin();
-        leases.recall(INO, lease::ATTR, 20);
+        leases.recall(3, INO, lease::ATTR, 20);
         leases.end(first);
         leases.grant(1, &[grant(INO, lease::ATTR, 15)]);
         assert_eq!(leases.holds(INO, lease::ATTR, now), None);
@@ -365,7 +401,7 @@ mod tests {
         let mut leases = leases(now);
         let ticket = leases.begin();
         for n in 1..=100 {
-            leases.recall(Ino(n), lease::ATTR, n);
+            leases.recall(n, Ino(n), lease::ATTR, n);
         }
         assert!(leases.recalls.numbers.len() <= 4);
         leases.grant(1, &[grant(Ino(500), lease::ATTR, 99), grant(Ino(501), lease::ATTR, 101)]);
@@ -384,7 +420,7 @@ mod tests {
         let now = Instant::now();
         let mut leases = leases(now);
         leases.grant(1, &[grant(INO, lease::WRITE | lease::ATTR, 5)]);
-        leases.recall(INO, lease::WRITE, 5);
+        leases.recall(5, INO, lease::WRITE, 5);
         assert_eq!(leases.holds(INO, lease::WRITE, now), None);
         assert!(leases.holds(INO, lease::ATTR, now).is_some());
         assert_eq!(leases.writing(INO), 5);
@@ -404,6 +440,30 @@ mod tests {
     }
 
     #[test]
+    fn a_grant_that_is_said_again_while_it_is_taken_back_is_good_for_commits_only() {
+        let now = Instant::now();
+        let mut leases = leases(now);
+        leases.grant(1, &[grant(INO, lease::WRITE, 5)]);
+        leases.recall(1, INO, lease::WRITE, 5);
+        leases.returned(INO, 5);
+        assert_eq!(leases.writing(INO), 0);
+        // Asked after the recall came, and answered before its acknowledgement did.
+        let early = leases.begin();
+        let late = leases.begin();
+        leases.grant(1, &[grant(INO, lease::WRITE, 5)]);
+        leases.end(early);
+        assert_eq!(leases.holds(INO, lease::WRITE, now), None);
+        assert_eq!(leases.writing(INO), 5);
+        leases.grant(1, &[grant(INO, lease::SHARED, 6)]);
+        leases.heard(1);
+        leases.grant(1, &[grant(INO, lease::WRITE, 5)]);
+        assert!(leases.holds(INO, lease::SHARED, now).is_some());
+        assert_eq!((leases.holds(INO, lease::WRITE, now), leases.writing(INO)), (None, 6));
+        leases.end(late);
+        assert!(leases.recalls.numbers.is_empty() && leases.leaving.is_empty() && leases.unheard.is_empty());
+    }
+
+    #[test]
     fn a_recalled_write_leaves_no_older_read_behind() {
         let now = Instant::now();
         let mut leases = leases(now);
@@ -412,7 +472,7 @@ mod tests {
         leases.grant(1, &[grant(INO, lease::READ, 5)]);
         assert_eq!(leases.holds(INO, lease::READ, now), None);
         assert!(leases.holds(INO, lease::WRITE, now).is_some());
-        leases.recall(INO, lease::WRITE, 6);
+        leases.recall(6, INO, lease::WRITE, 6);
         assert_eq!(leases.holds(INO, lease::READ, now), None);
     }
 

@@ -160,8 +160,8 @@ impl Shared {
                 return;
             }
             state.seen = number;
-            if let Event::Recall { ino, bits, number, .. } = &event {
-                state.leases.recall(*ino, *bits, *number);
+            if let Event::Recall { ino, bits, number: upto, .. } = &event {
+                state.leases.recall(number, *ino, *bits, *upto);
             }
         }
         let keeper = self.keeper();
@@ -207,13 +207,16 @@ impl Shared {
                 continue;
             }
             let op = Op::Ack { events: acks };
-            if !self.told(era, &op).await
-                && let Op::Ack { events } = op
-            {
-                let mut state = self.state.lock();
-                if state.era == era {
-                    state.outbox.acks.extend(events);
-                }
+            let told = self.told(era, &op).await;
+            let Op::Ack { events } = op else { continue };
+            let mut state = self.state.lock();
+            if state.era != era {
+                continue;
+            }
+            if told {
+                events.iter().for_each(|(event, _)| state.leases.heard(*event));
+            } else {
+                state.outbox.acks.extend(events);
             }
         }
     }
