@@ -80,6 +80,7 @@ pub fn pjdfstest(sandbox: &Sandbox, root: &Path, words: &[&str], least: usize) {
 const FSX: &str = "
 flen = 6291456
 [opsize]
+min = 1
 max = 131072
 [weights]
 close_open = 1
@@ -98,8 +99,20 @@ posix_fadvise = 1
 copy_file_range = 4
 ";
 
-/// Runs fsx on a file; what it says on failure names the operation and the bytes.
+/// Operations of one run of fsx, which keeps a mapping of each read that it makes through one; a process may have 65,530.
+const FSX_RUN: u64 = 100_000;
+
+/// Runs fsx on a file, as often as it takes for so many operations.
 pub fn fsx(sandbox: &Sandbox, file: &Path, seed: u64, operations: u64) {
+    let runs = operations.div_ceil(FSX_RUN);
+    for run in 0..runs {
+        let left = operations - run * FSX_RUN;
+        fsx_once(sandbox, file, seed.wrapping_add(run), left.min(FSX_RUN));
+    }
+}
+
+/// One run; what it says on failure names the operation and the bytes.
+fn fsx_once(sandbox: &Sandbox, file: &Path, seed: u64, operations: u64) {
     let name = format!("fsx-{}", file.file_name().unwrap().to_string_lossy());
     let config = sandbox.path(&format!("{name}.toml"));
     std::fs::write(&config, FSX).unwrap();
