@@ -63,6 +63,8 @@ struct Shelf {
     holds: Vec<Hold>,
     /// Operations that wait for recalls here, in order of arrival.
     waiting: Vec<u64>,
+    /// Who got the right to write last.
+    writer: Option<SessionId>,
 }
 
 #[derive(Debug)]
@@ -342,12 +344,14 @@ impl Leases {
         Data::Granted(grant)
     }
 
-    /// Whether a commit that names this grant may go on.
+    /// Whether a commit that names this grant may go on. A lease that ran out is good for it as long as nobody else got the
+    /// right to write: changes that are told again after a restart may take longer than a term.
     pub fn may_write(&self, session: SessionId, node: Node, number: u64, now: Instant) -> bool {
         self.nodes.get(&node).is_some_and(|shelf| {
             shelf.holds.iter().any(|hold| {
+                let bits = if shelf.writer == Some(session) { hold.bits } else { self.bits(hold, now) };
                 hold.session == session
-                    && self.bits(hold, now) & (lease::WRITE | lease::SHARED) != 0
+                    && bits & (lease::WRITE | lease::SHARED) != 0
                     && (hold.write_since..=hold.number).contains(&number)
             })
         })
@@ -566,6 +570,9 @@ impl Leases {
     fn mark_writing(&mut self, session: SessionId, node: Node) {
         if let Some(hold) = self.hold_mut(session, node) {
             hold.writing = true;
+        }
+        if let Some(shelf) = self.nodes.get_mut(&node) {
+            shelf.writer = Some(session);
         }
     }
 

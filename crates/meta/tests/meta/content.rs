@@ -238,6 +238,29 @@ fn landed(done: Done) -> Vec<u64> {
     }
 }
 
+/// Found by a storm: changes were told again after a restart for longer than a lease lasts, and refused.
+#[test]
+fn a_commit_under_a_lease_that_ran_out_stands_unless_another_may_write_since() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    let f = a.file(&world, "f");
+    let grant = a.open_write(&world, f);
+    world.sync();
+    world.advance_ms(u64::from(world.config.lease_ms) * 2);
+    b.call(&world, Op::Renew).unwrap();
+    let append =
+        |text: &str| vec![RangeOp::Append { len: text.len() as u64, source: Source::Inline(raw(text)) }];
+    // Another one reads meanwhile: it is told first.
+    b.call(&world, Op::OpenData { ino: f, write: false }).unwrap();
+    let mut committing = a.start(&world, commit(f, grant, vec![], append("late")));
+    assert!(!committing.is_ready());
+    b.obey(&world, false);
+    committing.ready().result.unwrap();
+    world.sync();
+    b.open_write(&world, f);
+    assert_eq!(a.refused(&world, commit(f, grant, vec![], append("too late"))), Code::Fenced);
+}
+
 #[test]
 fn appends_land_where_the_file_ends_now() {
     let world = World::new();
