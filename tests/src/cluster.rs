@@ -431,8 +431,10 @@ impl Mount {
 
     /// Ends the agent as a crash would and takes the dead mount away.
     pub fn kill(&mut self) {
-        self.agent.kill();
+        self.agent.kill_soon();
+        // A thread that told the kernel to drop a page stays until nobody reads that page, which may be one of its own readers.
         self.detach();
+        self.agent.kill();
     }
 
     /// Takes the mount point away, whoever uses it.

@@ -340,11 +340,13 @@ impl Drop for Dir {
     }
 }
 
-/// Unmounts a path at once, whoever uses it.
+/// Unmounts a path at once, whoever uses it; what waits for an answer there gets an error.
 pub fn detach(path: &Path) {
     let path = c(path);
-    // SAFETY: zero-terminated and outlives the call.
-    unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) };
+    for flag in [libc::MNT_FORCE, libc::MNT_DETACH] {
+        // SAFETY: zero-terminated and outlives the call.
+        unsafe { libc::umount2(path.as_ptr(), flag) };
+    }
 }
 
 /// Unmounts a path that nobody uses.
