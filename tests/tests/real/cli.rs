@@ -190,6 +190,23 @@ fn mount_points_that_cannot_be_used_are_said() {
 }
 
 #[test]
+fn a_forced_umount_frees_those_who_wait_for_an_agent_that_hangs() {
+    let cluster = Cluster::start();
+    let mut mount = cluster.mount();
+    let path = mount.path().to_string_lossy().into_owned();
+    mount.agent.signal(libc::SIGSTOP);
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| fs::read_dir(mount.at("nothing")).map(drop));
+        std::thread::sleep(std::time::Duration::from_millis(200));
+        assert!(!waits.is_finished(), "nobody can have answered");
+        cluster.torchfs(["umount", "--force", &path]).ok();
+        waits.join().unwrap().unwrap_err();
+    });
+    assert!(!sys::mounted(mount.path()));
+    mount.kill();
+}
+
+#[test]
 fn a_missing_fuse_device_is_said() {
     let cluster = Cluster::start();
     let path = cluster.sandbox().folder("mnt").to_string_lossy().into_owned();

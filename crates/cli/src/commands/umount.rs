@@ -15,10 +15,14 @@ pub struct Args {
     /// Detach now, even if files are open
     #[arg(long, short)]
     lazy: bool,
+
+    /// Detach now and fail every call that waits; what was written and not synced is lost
+    #[arg(long, short, conflicts_with = "lazy")]
+    force: bool,
 }
 
 /// Unmounts.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    crate::roles::unmount(&args.path, args.lazy)?;
+    crate::roles::unmount(&args.path, args.lazy, args.force)?;
     Ok(ExitCode::SUCCESS)
 }

@@ -149,8 +149,12 @@ impl Mount {
 }
 
 /// Takes a mount away, also one whose agent is gone.
-pub fn unmount(path: &Path, lazy: bool) -> anyhow::Result<()> {
-    let how = if lazy { Umount::Lazy } else { Umount::Normal };
+pub fn unmount(path: &Path, lazy: bool, force: bool) -> anyhow::Result<()> {
+    let how = match (lazy, force) {
+        (_, true) => Umount::Force,
+        (true, _) => Umount::Lazy,
+        _ => Umount::Normal,
+    };
     torchfs_agent::mount::umount(path, how)?;
     Ok(())
 }
