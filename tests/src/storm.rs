@@ -382,6 +382,7 @@ impl Storm {
                 }
             }
         });
+        self.clients[n].mount.wait();
     }
 
     /// Kills, or cuts the power of, every server at the same moment; they come back one after the other, in any order.

@@ -89,7 +89,7 @@ fn volumes_have_names_policies_and_a_life_of_their_own() {
     assert!(full.contains("--force"), "{full}");
     let before = eventually("the servers to report what they hold", || {
         let used = used(&cluster);
-        if used >= 30 << 20 { Ok(used) } else { Err(format!("{used} bytes")) }
+        if used >= 34_000_000 { Ok(used) } else { Err(format!("{used} bytes")) }
     });
     cluster.torchfs(["volume", "rm", "coded", "--force"]).ok();
     // From this moment on it is gone for everybody, also after a restart in the middle of it.
