@@ -139,6 +139,13 @@ class Cluster:
             return ran.returncode == 0 and sum(s["up"] for s in json.loads(ran.stdout)["servers"]) == self.servers
         self.wait("the data servers", there)
 
+        def even():
+            """Groups are spread over the servers that joined one after the other."""
+            ran = self.ask("servers", "--json")
+            groups = [s["groups"] for s in json.loads(ran.stdout)["servers"]] if ran.returncode == 0 else []
+            return len(groups) == self.servers and max(groups) - min(groups) <= 2
+        self.wait("an even placement", even)
+
     def mount_all(self):
         for n, path in enumerate(self.mounts):
             self.start(f"mount-{n}", f"client-{n}", "mount", "--foreground", path)

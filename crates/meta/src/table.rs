@@ -208,8 +208,18 @@ impl Table {
             let fixed = |number: usize| {
                 layout.groups.get(number).is_none_or(|g| !g.moving_to.is_empty() || (g.dirty && !at_once))
             };
-            let moves = if at_once { usize::MAX } else { room };
-            let next = placement::balance(&targets, &candidates, moves, slack, &fixed);
+            let width = layout.scheme.width();
+            let enough = candidates.iter().filter(|candidate| candidate.open).count() >= width;
+            // Where nothing has to be moved the groups are laid out anew, so that consecutive ones are on different servers again.
+            let next = match at_once && enough {
+                true => {
+                    let mut next = placement::fresh(width, targets.len(), &candidates);
+                    let stay = (0..targets.len()).filter(|number| fixed(*number));
+                    stay.for_each(|number| next[number].clone_from(&targets[number]));
+                    next
+                }
+                false => placement::balance(&targets, &candidates, room, slack, &fixed),
+            };
             for (number, target) in next.into_iter().enumerate() {
                 if targets.get(number) == Some(&target) {
                     continue;

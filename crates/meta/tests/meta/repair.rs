@@ -305,6 +305,9 @@ fn servers_that_join_an_empty_cluster_share_it_at_once() {
     (3..=6).for_each(|server| servers.add(&world, server, ""));
     (0..4).for_each(|_| servers.advance_ms(&world, 1_000));
     assert_eq!(places(&world), [4, 4, 4, 4, 4, 4]);
+    let groups = &world.placement().layouts.last().unwrap().groups.clone();
+    let streams = groups.windows(2).all(|two| two[0].servers[0] != two[1].servers[0]);
+    assert!(streams, "one file streams from all servers: {groups:?}");
     assert_eq!(world.repair_report().moving, 0);
 }
 
