@@ -291,8 +291,7 @@ impl Table {
 
     /// Pieces of every group may be missing; groups with a server that is down are looked at when it is back.
     pub fn mark_all_dirty(&mut self) {
-        let up = |id: &ServerId| self.servers.get(id).is_some_and(|s| s.state < ServerState::Down);
-        let whole = self.groups().filter(|(_, _, group)| group.target().iter().all(up));
+        let whole = self.groups().filter(|(_, _, group)| group.target().iter().all(|id| self.is_heard(*id)));
         let touched: Vec<GroupAt> = whole.map(|(at, _, _)| at).collect();
         touched.into_iter().for_each(|at| self.mark_dirty(at));
     }
@@ -410,17 +409,20 @@ impl Table {
         holders
     }
 
+    /// Whether the server is there, as far as its heartbeats tell.
+    fn is_heard(&self, id: ServerId) -> bool {
+        self.servers.get(&id).is_some_and(|server| server.state < ServerState::Down)
+    }
+
     /// Whether a server that should have pieces of the group is not heard of.
     pub fn lacks_server(&self, group: &Group) -> bool {
-        let heard = |id: &ServerId| self.servers.get(id).is_some_and(|s| s.state < ServerState::Down);
-        !group.servers.iter().chain(&group.moving_to).all(heard)
+        !group.servers.iter().chain(&group.moving_to).all(|id| self.is_heard(*id))
     }
 
     /// How many more losses the group survives: pieces on servers that are heard of, beyond what a reader needs.
     pub fn margin(&self, layout: &Layout, group: &Group) -> i64 {
-        let heard = |id: &ServerId| self.servers.get(id).is_some_and(|s| s.state < ServerState::Down);
         // Where a group moves to, it does not have its old pieces yet.
-        let living = group.servers.iter().filter(|server| heard(server)).count();
+        let living = group.servers.iter().filter(|server| self.is_heard(**server)).count();
         living as i64 - (layout.scheme.width() - layout.scheme.tolerates()) as i64
     }
 }
