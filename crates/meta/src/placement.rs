@@ -2,7 +2,8 @@
 //!
 //! Every server gets a share of the places in proportion to its capacity, and each group has its pieces in as many zones as
 //! it can. A change of servers moves as few groups as it takes: places of servers that go are filled by others, and
-//! balancing moves single places from those with too many to those with too few.
+//! balancing moves single places from those with too many to those with too few. Consecutive blocks of a file are in
+//! neighbouring groups, so what a server holds stays spread out over the numbers of groups, whatever joins and goes.
 //!
 //! # Invariants
 //! - The table follows from its arguments alone, in whole numbers, and is written down once made; no hash takes part.
@@ -89,10 +90,7 @@ pub fn replace(table: &[Vec<ServerId>], candidates: &[Candidate]) -> Vec<Vec<Ser
     let weights = weights(candidates);
     let place_of = |id: &ServerId| candidates.iter().position(|candidate| candidate.id == *id);
     let mut used = counts(table, candidates);
-    let mut together = Together::new(candidates.len());
-    for group in table {
-        together.add(&group.iter().filter_map(place_of).collect::<Vec<_>>());
-    }
+    let mut together = Together::of(table, candidates);
     let mut table = table.to_vec();
     for group in &mut table {
         for piece in 0..group.len() {
@@ -171,7 +169,8 @@ fn better_zone(
     None
 }
 
-/// A place of the server that is furthest above its share, for the one that is furthest below.
+/// A place of the server that is furthest above its share, for the one that is furthest below: in a group whose neighbours
+/// are mostly on the first and hardly on the second.
 fn better_share(
     table: &[Vec<ServerId>],
     candidates: &[Candidate],
@@ -190,11 +189,8 @@ fn better_share(
     }
     rich.sort_by_key(|&i| (std::cmp::Reverse(used[i] - shares[i]), i));
     poor.sort_by_key(|&i| (std::cmp::Reverse(shares[i] - used[i]), i));
-    let place_of = |id: &ServerId| candidates.iter().position(|candidate| candidate.id == *id);
-    let mut together = Together::new(candidates.len());
-    for group in table {
-        together.add(&group.iter().filter_map(place_of).collect::<Vec<_>>());
-    }
+    let together = Together::of(table, candidates);
+    let held = Held::of(table, candidates);
     for &from in &rich {
         for &to in &poor {
             let groups = table.iter().enumerate().filter(|(number, _)| !fixed(*number));
@@ -202,7 +198,9 @@ fn better_share(
                 let piece = group.iter().position(|id| *id == candidates[from].id)?;
                 let others = others(group, piece, candidates);
                 let zone = in_zone(candidates, &others, to) <= in_zone(candidates, &others, from);
-                (!others.contains(&to) && zone).then(|| (together.with(&others, to), number, piece))
+                let gain = || held.near(from, number) - held.near(to, number);
+                let partners = || PARTNER * together.with(&others, to) as i64;
+                (!others.contains(&to) && zone).then(|| (partners() - gain(), number, piece))
             });
             if let Some((_, number, piece)) = best.min() {
                 return Some((number, piece, to));
@@ -212,10 +210,48 @@ fn better_share(
     None
 }
 
+/// Which groups each server holds a piece of.
+struct Held(Vec<Vec<bool>>);
+
+/// What holding the very next group costs. One that is `n` away costs an `n`-th of it.
+const NEXT: i64 = 1 << 20;
+/// Groups further away than this do not matter.
+const REACH: usize = 64;
+/// What one more group with the same partner costs.
+const PARTNER: i64 = NEXT / 10;
+
+impl Held {
+    fn of(table: &[Vec<ServerId>], candidates: &[Candidate]) -> Held {
+        let holds = |candidate: &Candidate| table.iter().map(|group| group.contains(&candidate.id)).collect();
+        Held(candidates.iter().map(holds).collect())
+    }
+
+    /// How close the server's other groups are to this one; after the last group comes the first.
+    fn near(&self, index: usize, group: usize) -> i64 {
+        let held = &self.0[index];
+        let groups = held.len();
+        let costs = (1..=REACH.min(groups / 2)).map(|away| {
+            let (up, down) = ((group + away) % groups, (group + groups - away) % groups);
+            let sides = i64::from(held[up]) + i64::from(held[down] && down != up);
+            sides * NEXT / away as i64
+        });
+        costs.sum()
+    }
+}
+
 /// How often two servers share a group: partners are spread, so that all others help to repair a loss.
 struct Together(Vec<Vec<u64>>);
 
 impl Together {
+    fn of(table: &[Vec<ServerId>], candidates: &[Candidate]) -> Together {
+        let place_of = |id: &ServerId| candidates.iter().position(|candidate| candidate.id == *id);
+        let mut together = Together::new(candidates.len());
+        for group in table {
+            together.add(&group.iter().filter_map(place_of).collect::<Vec<_>>());
+        }
+        together
+    }
+
     fn new(servers: usize) -> Together {
         Together(vec![vec![0; servers]; servers])
     }
@@ -365,6 +401,72 @@ mod tests {
         assert_eq!(balance(&after, &three, usize::MAX, 0, &free), after);
         let few = balance(&before, &three, 3, 0, &free);
         assert_eq!(before.iter().zip(&few).filter(|(a, b)| a != b).count(), 3);
+    }
+
+    /// The most of `window` neighbouring groups that one server holds.
+    fn crowd(table: &[Vec<ServerId>], candidates: &[Candidate], window: usize) -> usize {
+        let held = Held::of(table, candidates).0;
+        let within = |held: &Vec<bool>, from: usize| {
+            (from..from + window).filter(|group| held[group % table.len()]).count()
+        };
+        let most = |held: &Vec<bool>| (0..table.len()).map(|from| within(held, from)).max();
+        held.iter().filter_map(most).max().unwrap_or(0)
+    }
+
+    /// Servers of the same size join one by one a cluster that holds data, and a few groups move at a time.
+    fn joined(width: usize, groups: usize) -> Vec<(Vec<Candidate>, Vec<Vec<ServerId>>, usize)> {
+        let all = servers(&[("", 8); 8]);
+        let mut table = fresh(width, groups, &all[..width]);
+        let mut steps = Vec::new();
+        for count in width + 1..=all.len() {
+            let mut moves = 0;
+            loop {
+                let next = balance(&table, &all[..count], 8, 0, &free);
+                let changed = table.iter().zip(&next).filter(|(a, b)| a != b).count();
+                if changed == 0 {
+                    break;
+                }
+                (table, moves) = (next, moves + changed);
+            }
+            steps.push((all[..count].to_vec(), table.clone(), moves));
+        }
+        steps
+    }
+
+    #[test]
+    fn neighbouring_groups_stay_on_different_servers_while_servers_join() {
+        for width in [1, 2, 3, 6] {
+            for groups in [24, 64, 256] {
+                for (candidates, table, moves) in joined(width, groups) {
+                    let servers = candidates.len();
+                    let places = counts(&table, &candidates);
+                    let share = groups * width / servers;
+                    assert!(places.iter().all(|&p| p as usize == share || p as usize == share + 1));
+                    assert!(moves == share || moves == share + 1, "{moves} moves to one of {servers}");
+                    for window in [8, 16, 32] {
+                        let even = (window * width).div_ceil(servers);
+                        let most = crowd(&table, &candidates, window.min(groups));
+                        assert!(
+                            most <= even + 2,
+                            "{most} of {window} groups in a row are on one of {servers} servers, {even} would be even"
+                        );
+                    }
+                }
+            }
+        }
+        // With one copy no two consecutive blocks are on one server.
+        for (candidates, table, _) in joined(1, 64) {
+            assert_eq!(crowd(&table, &candidates, 2), 1, "{:?}", numbers(&table));
+        }
+    }
+
+    #[test]
+    fn what_moves_to_a_server_that_joins_is_this_forever() {
+        let [(_, two, _), (_, three, _), ..] = &joined(1, 12)[..] else { panic!("two joined") };
+        assert_eq!(numbers(two).concat(), [2, 2, 1, 2, 1, 1, 2, 2, 1, 2, 1, 1]);
+        assert_eq!(numbers(three).concat(), [2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1]);
+        let pairs = &joined(2, 9)[0].1;
+        assert_eq!(numbers(pairs), [[3, 2], [2, 1], [1, 3], [2, 3], [1, 3], [2, 1], [3, 2], [3, 1], [1, 2]]);
     }
 
     #[test]
