@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::FutureExt;
 use harness::data::{Disk, Mood, placement};
 use harness::meta::Fake;
 use harness::{LONG, Net, Transport, soon, until};
@@ -28,7 +29,7 @@ struct Cluster {
     disks: Vec<Arc<Disk>>,
     addrs: Vec<String>,
     fake: Arc<Fake>,
-    _meta: Arc<Meta>,
+    meta: Arc<Meta>,
     blocks: Arc<Blocks>,
 }
 
@@ -49,7 +50,7 @@ async fn cluster(servers: usize, config: BlocksConfig) -> Cluster {
     let meta = Meta::open(MetaConfig::new(vec![addr], Arc::new(net.clone()), Handle::current())).await;
     let meta = meta.expect("a session");
     let blocks = Blocks::new(meta.clone(), Arc::new(net), config);
-    Cluster { disks, addrs, fake, _meta: meta, blocks }
+    Cluster { disks, addrs, fake, meta, blocks }
 }
 
 fn id(counter: u64) -> BlockId {
@@ -295,7 +296,7 @@ async fn substitutes_prefer_zones_without_a_piece_and_servers_with_room() {
     cluster.disks[0].set(Mood::Full);
     // The client learns the placement when a server says that its own is old.
     *cluster.disks[0].version.lock() = 1;
-    soon("a placement", cluster._meta.fetch_placement()).await.expect("fetched");
+    soon("a placement", cluster.meta.fetch_placement()).await.expect("fetched");
     let block = cluster.put(WIDE, 0, 1 << 20).await;
     assert_eq!(block.substitutes, [(0, ServerId(8))]);
 }
@@ -307,7 +308,7 @@ async fn draining_servers_take_no_substitutes() {
         placement.servers[7].draining = true;
         placement.servers[6].free = 1 << 20;
     });
-    soon("a placement", cluster._meta.fetch_placement()).await.expect("fetched");
+    soon("a placement", cluster.meta.fetch_placement()).await.expect("fetched");
     cluster.disks[2].set(Mood::Down);
     let block = cluster.put(WIDE, 0, 1 << 20).await;
     assert_eq!(block.substitutes, [(2, ServerId(7))]);
@@ -348,7 +349,7 @@ async fn a_put_leaves_a_server_that_goes_down_while_it_waits_for_it() {
     let mut put = Box::pin(cluster.put(WIDE, 0, 1 << 20));
     assert!(tokio::time::timeout(Duration::from_millis(50), put.as_mut()).await.is_err());
     cluster.edit(|placement| placement.servers[0].up = false);
-    soon("a placement", cluster._meta.fetch_placement()).await.expect("fetched");
+    soon("a placement", cluster.meta.fetch_placement()).await.expect("fetched");
     let block = soon("a put", put).await;
     assert_eq!(block.substitutes, [(0, ServerId(7))]);
 }
@@ -385,7 +386,7 @@ async fn pieces_put_under_an_old_table_are_named_exactly() {
         group.version += 1;
         group.servers[0] = ServerId(7);
     });
-    soon("a placement", cluster._meta.fetch_placement()).await.expect("fetched");
+    soon("a placement", cluster.meta.fetch_placement()).await.expect("fetched");
     let recorded = BlockRef { substitutes: vec![(0, block.servers[0])], ..BlockRef::from(&block) };
     let got = soon("a get", cluster.blocks.get(&recorded, 0..16)).await.expect("read");
     assert_eq!(got.concat(), content(0, 1 << 20));
@@ -396,7 +397,7 @@ async fn pieces_put_under_an_old_table_are_named_exactly() {
 async fn new_blocks_go_to_the_layout_that_replaced_the_chosen_one() {
     let cluster = cluster(6, patient()).await;
     cluster.edit(|placement| placement.layouts[0].replaced_by = Some(NARROW));
-    soon("a placement", cluster._meta.fetch_placement()).await.expect("fetched");
+    soon("a placement", cluster.meta.fetch_placement()).await.expect("fetched");
     let block = cluster.put(LayoutId(1), 0, 1 << 20).await;
     assert_eq!((block.layout, block.servers.len()), (NARROW, 3));
     cluster.check(&block).await;
@@ -425,4 +426,23 @@ async fn blocks_of_all_sizes_share_a_layout() {
         }
     }
     assert!(!cluster.addrs.is_empty());
+}
+
+#[tokio::test]
+async fn a_put_ends_when_its_group_is_laid_out_anew_while_it_is_packed() {
+    let cluster = cluster(6, patient()).await;
+    let bytes = content(1, 4 << 20);
+    let mut put = Box::pin(cluster.blocks.put(id(1), WIDE, vec![bytes], Compression::None));
+    // It has begun, and packs on another thread.
+    assert!(put.as_mut().now_or_never().is_none());
+    let mut anew = placement(2, &cluster.addrs, 6);
+    for group in anew.layouts.iter_mut().flat_map(|layout| &mut layout.groups) {
+        group.servers.rotate_left(1);
+    }
+    cluster.fake.set(|state| state.placement = anew);
+    cluster.disks.iter().for_each(|disk| *disk.version.lock() = 2);
+    cluster.meta.fetch_placement().await.expect("a placement");
+    let block = soon("a put", put).await.expect("put");
+    assert!(block.substitutes.is_empty(), "{:?}", block.substitutes);
+    cluster.check(&block).await;
 }

@@ -50,7 +50,7 @@ struct NewPiece {
 
 #[derive(Default)]
 struct State {
-    /// Who holds or tries which piece.
+    /// Who holds or tries which piece; a piece has one server at most.
     taken: HashMap<ServerId, u8>,
     /// What each piece waits for.
     waits: HashMap<u8, Fault>,
@@ -78,12 +78,14 @@ impl Blocks {
         let known = placement.current(chosen).map_or_else(|| layout(&placement, chosen), Ok)?;
         let shape = Shape::of(known, id, len as u32)?;
         let pieces = self.pack(id, data, compression, shape).await?;
-        let mut state = State::default();
+        let put =
+            Put { id, len: len as u32, layout: known.id, pieces, until, state: Mutex::new(State::default()) };
+        // Homes as they are now: the table may have changed while the block was packed.
+        let placement = self.placement(put.layout).await?;
+        let shape = Shape::of(layout(&placement, put.layout)?, id, put.len)?;
         for piece in 0..shape.pieces {
-            state.taken.extend(shape.home(piece).map(|home| (home, piece)));
+            put.state.lock().taken.extend(shape.home(piece).map(|home| (home, piece)));
         }
-        let state = Mutex::new(state);
-        let put = Put { id, len: len as u32, layout: known.id, pieces, until, state };
         let all = (0..shape.pieces).map(|piece| self.put_piece(&put, piece));
         let servers = match try_join_all(all).await {
             Ok(servers) => servers,
@@ -218,6 +220,9 @@ impl Blocks {
             self.servers.find(placement, id).map_or(true, |server| server.failed_within(self.config.shun))
         };
         let taken = &mut put.state.lock().taken;
+        // What it had before has come to nothing, or its home is another one now. Pieces that kept their old homes while all of
+        // them looked for new ones would wait for each other.
+        taken.retain(|_, by| *by != piece);
         let home_free = taken.get(&home).is_none_or(|by| *by == piece) && !failed.contains(&home);
         if home_free && is_up(placement, home) && !shunned(home) {
             taken.insert(home, piece);
