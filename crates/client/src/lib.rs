@@ -25,7 +25,7 @@ pub use dumps::Dumps;
 pub use member::{Figures, Identity, Member, MemberConfig, Reports};
 pub use meta::{Changed, Keeper, Mark, Meta, MetaConfig};
 pub use peers::Peers;
-pub use tool::{Progress, Tool, ToolConfig};
+pub use tool::{Names, Progress, Tool, ToolConfig};
 pub use torchfs_proto::extent::BlockRef;
 use torchfs_rpc::Link;
 

@@ -9,8 +9,8 @@ use parking_lot::Mutex;
 use torchfs_proto::attr::Raw;
 use torchfs_proto::extent::NewBlock;
 use torchfs_proto::msg::block::{self, PieceInfo};
-use torchfs_proto::msg::meta::{self, Done, MetaReport, Op, SessionReport, StatusReport, Strays};
-use torchfs_proto::{BlockId, Code, Fault, Fence, Result, ServerId, SessionId, msg};
+use torchfs_proto::msg::meta::{self, Done, FileBlocks, MetaReport, Op, SessionReport, StatusReport, Strays};
+use torchfs_proto::{BlockId, Code, Fault, Fence, Ino, Result, ServerId, SessionId, VolumeId, msg};
 use torchfs_rpc::{Call, Link};
 
 use crate::Connector;
@@ -51,6 +51,19 @@ pub struct Progress {
     pub done: u64,
     /// Records in all, about.
     pub total: u64,
+}
+
+/// Names in a folder.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Names {
+    /// The name of the volume.
+    pub volume: String,
+    /// The folder that this one is in.
+    pub parent: Ino,
+    /// Inodes and their names, in the order of names.
+    pub names: Vec<(Ino, Raw)>,
+    /// Nothing follows.
+    pub end: bool,
 }
 
 /// Asks the leader among the metadata servers, and data servers by their address. Needs to be used within a tokio runtime.
@@ -122,6 +135,22 @@ impl Tool {
         match self.leader.ask(Op::ListBlocks { after, limit }).await? {
             Done::Blocks { blocks, end } => Ok((blocks, end)),
             other => Err(unexpected("ListBlocks", &other)),
+        }
+    }
+
+    /// Files and the blocks that hold their bytes, `limit` extents at most, and where to go on; empty at the end.
+    pub async fn list_files(&self, cursor: Raw, limit: u32) -> Result<(Vec<FileBlocks>, Raw)> {
+        match self.leader.ask(Op::ListFiles { cursor, limit }).await? {
+            Done::Files { files, cursor } => Ok((files, cursor)),
+            other => Err(unexpected("ListFiles", &other)),
+        }
+    }
+
+    /// Names in a folder after this one.
+    pub async fn list_names(&self, volume: VolumeId, folder: Ino, after: Raw, limit: u32) -> Result<Names> {
+        match self.leader.ask(Op::ListNames { volume, folder, after, limit }).await? {
+            Done::Names { volume, parent, names, end } => Ok(Names { volume, parent, names, end }),
+            other => Err(unexpected("ListNames", &other)),
         }
     }
 

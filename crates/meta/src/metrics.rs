@@ -125,6 +125,8 @@ fn name(op: &Op) -> &'static str {
         Op::KnownBlocks { .. } => "known_blocks",
         Op::Strays { .. } => "strays",
         Op::ListBlocks { .. } => "list_blocks",
+        Op::ListFiles { .. } => "list_files",
+        Op::ListNames { .. } => "list_names",
         Op::Collect => "collect",
         Op::SetPolicy { .. } => "set_policy",
         Op::Volume(_) => "volume",

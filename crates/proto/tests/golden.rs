@@ -394,6 +394,16 @@ fn admin_requests(golden: &mut Golden) {
         ("report_bad", Op::ReportBad { pieces: vec![bad] }),
         ("top", Op::Top),
         ("strays", Op::Strays { server: ServerId(4), pieces: vec![(new_block().id, 1)] }),
+        ("list_files", Op::ListFiles { cursor: Raw::from(vec![9]), limit: 100 }),
+        (
+            "list_names",
+            Op::ListNames {
+                volume: VolumeId(2),
+                folder: Ino(7),
+                after: Raw::from(b"a".to_vec()),
+                limit: 100,
+            },
+        ),
     ] {
         golden.add(&format!("meta.request.{label}"), request(op));
     }
@@ -453,6 +463,28 @@ fn admin_replies(golden: &mut Golden) {
                 orphans: vec![(new_block().id, 1)],
                 leaving: vec![(new_block().id, 2)],
             }),
+        ),
+        (
+            "files",
+            Done::Files {
+                files: vec![meta::FileBlocks {
+                    volume: VolumeId(2),
+                    ino: Ino(7),
+                    parent: Ino(1),
+                    named: true,
+                    blocks: vec![new_block().id],
+                }],
+                cursor: Raw::from(vec![9]),
+            },
+        ),
+        (
+            "names",
+            Done::Names {
+                volume: "v".to_string(),
+                parent: Ino(1),
+                names: vec![(Ino(7), Raw::from(b"a".to_vec()))],
+                end: true,
+            },
         ),
         ("attr_with_layout", Done::Attr(Attr { layout: Some(LayoutId(2)), ..attr() })),
     ] {

@@ -196,3 +196,63 @@ fn a_drain_shows_its_progress_survives_its_command_and_says_when_it_cannot_end()
     cluster.torchfs(["servers", "--wait"]).ok();
     archive.check(cluster.mount().path());
 }
+
+#[test]
+fn fsck_names_the_files_that_are_hurt() {
+    let mut cluster = cluster(3, "replicas:1");
+    cluster.torchfs(["volume", "create", "train"]).ok();
+    let broken = Rng::new(70).bytes(300_000);
+    {
+        let mut mount = cluster.mount();
+        let mut other = cluster.mount_volume(Some("train"));
+        fs::create_dir_all(mount.at("a/b c")).unwrap();
+        fs::write(mount.at("a/b c/broken\u{7}.bin"), &broken).unwrap();
+        fs::write(mount.at("a/whole.bin"), Rng::new(71).bytes(300_000)).unwrap();
+        fs::create_dir_all(other.at("deep/er")).unwrap();
+        for n in 0..360 {
+            fs::write(other.at(&format!("deep/er/f{n}")), Rng::new(1_000 + n).bytes(9_000)).unwrap();
+        }
+        mount.unmount(cluster.client());
+        other.unmount(cluster.client());
+    }
+    let clean = json(&cluster, "fsck --data");
+    assert!(clean["files"] == serde_json::json!([]) && clean["problems"] == serde_json::json!([]), "{clean}");
+
+    // One flipped bit: one file, by its path.
+    crate::storage::flip(&mut cluster, &broken[1_000..1_064]);
+    let ran = cluster.torchfs(["fsck", "--data"]);
+    let (code, said) = (ran.code, ran.out);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("main:/a/b c/broken\\u{7}.bin (1 block)"), "{said}");
+    assert!(said.contains("0 files have less redundancy, 1 cannot be read as a whole"), "{said}");
+    assert!(!said.contains("whole.bin") && !said.contains("deep"), "{said}");
+    fs::remove_file(cluster.mount().at("a/b c/broken\u{7}.bin")).unwrap();
+    eventually("a clean check", || match cluster.torchfs(["fsck", "--data"]) {
+        ran if ran.code == Some(0) => Ok(()),
+        ran => Err(ran.out),
+    });
+
+    // A server is gone, and with it a third of the files.
+    cluster.torchfs(["rebalance"]).ok();
+    cluster.data[1].kill();
+    let said = cluster.torchfs(["fsck"]).out;
+    let found: Value = serde_json::from_str(&cluster.torchfs(["fsck", "--json"]).out).unwrap();
+    let files = found["files"].as_array().unwrap();
+    let hurt = found["files_unreadable"].as_u64().unwrap();
+    assert!(hurt > 101 && files.len() as u64 == hurt && found["files_degraded"] == 0, "{found}");
+    assert_eq!(found["blocks_unreadable"], hurt, "each has one block: {found}");
+    let problems = found["problems"].as_array().unwrap().len() as u64;
+    assert!(problems > hurt, "each block, and the server: {found}");
+    let mut paths: Vec<&str> = files.iter().map(|file| file["path"].as_str().unwrap()).collect();
+    paths.sort_unstable();
+    paths.dedup();
+    assert_eq!(paths.len() as u64, hurt, "{found}");
+    let known = |path: &&str| path.starts_with("/deep/er/f") || **path == *"/a/whole.bin";
+    assert!(paths.iter().all(known), "{found}");
+    // People are shown the beginning.
+    assert!(said.contains(&format!("… and {} more problems; --json has all", problems - 100)), "{said}");
+    assert!(said.contains(&format!("… and {} more files; --json has all", hurt - 100)), "{said}");
+    assert_eq!(said.lines().filter(|line| line.starts_with("  train:/deep/er/f")).count(), 100, "{said}");
+    cluster.restart();
+    assert_eq!(json(&cluster, "fsck --data")["clean"], true);
+}

@@ -55,6 +55,10 @@ impl Meta {
                 Done::Strays(self.strays(state, *server, pieces)?)
             }
             Op::ListBlocks { after, limit } => self.list_blocks(state, *after, *limit)?,
+            Op::ListFiles { cursor, limit } => self.list_files(state, cursor, *limit)?,
+            Op::ListNames { volume, folder, after, limit } => {
+                self.list_names(state, *volume, *folder, after, *limit)?
+            }
             Op::Collect => {
                 let mut waiting = 0;
                 for volume in state.volumes.keys() {

@@ -16,6 +16,7 @@
 
 mod admin;
 mod cluster;
+mod files;
 mod locking;
 mod open;
 mod replay;

@@ -3,10 +3,11 @@
 use minicbor::{Decode, Encode};
 use torchfs_engine::{Batch, Engine};
 use torchfs_meta::Config;
+use torchfs_proto::attr::Kind;
 use torchfs_proto::layout::{Group, Scheme};
 use torchfs_proto::msg::meta::{Done, Op, Strays, VolumeOp, VolumePolicy};
 use torchfs_proto::record::{self, ClusterCounters, LayoutRecord};
-use torchfs_proto::{BlockId, Ino, LayoutId, ServerId, VolumeId, key, msg};
+use torchfs_proto::{BlockId, Code, Ino, LayoutId, ServerId, VolumeId, key, msg};
 
 use crate::servers::{Servers, Writer};
 use crate::world::World;
@@ -230,4 +231,52 @@ fn pieces_that_nobody_needs_are_told_from_those_in_flight_and_those_that_go_anyw
     servers.advance_ms(&world, 1);
     let leaving = Strays { leaving: vec![(nobody, 0)], ..Strays::default() };
     assert_eq!(strays(target[0], pieces), leaving);
+}
+
+#[test]
+fn files_are_listed_with_their_blocks_and_names_a_page_at_a_time() {
+    let (world, _servers, mut writer) = sound();
+    let dir = writer.client.dir(&world, "d");
+    let mut made: Vec<Ino> = Vec::new();
+    for n in 0..5 {
+        made.push(writer.client.make(&world, dir, &format!("n{n}"), Kind::File).ino);
+    }
+    let list = |after: &[u8], limit| {
+        let op = Op::ListNames { volume: VolumeId(1), folder: dir, after: after.to_vec().into(), limit };
+        let Done::Names { volume, parent, names, end } = world.admin(op) else { panic!() };
+        assert_eq!((volume.as_str(), parent), ("main", Ino::ROOT));
+        (names.into_iter().map(|(ino, name)| (ino, name.to_vec())).collect::<Vec<_>>(), end)
+    };
+    let all: Vec<(Ino, Vec<u8>)> =
+        made.iter().enumerate().map(|(n, ino)| (*ino, format!("n{n}").into_bytes())).collect();
+    assert_eq!(list(b"", 100), (all.clone(), true));
+    assert_eq!(list(b"", 5), (all.clone(), true));
+    assert_eq!(list(b"", 2), (all[..2].to_vec(), false));
+    assert_eq!(list(b"n1", 2), (all[2..4].to_vec(), false));
+    assert_eq!(list(b"n3", 2), (all[4..].to_vec(), true));
+    let nowhere =
+        Op::ListNames { volume: VolumeId(1), folder: Ino(1 << 40), after: Vec::new().into(), limit: 1 };
+    assert_eq!(world.refused(nowhere), Code::NotFound);
+
+    let pages = |limit| {
+        let (mut found, mut cursor, mut pages): (Vec<(Ino, BlockId)>, Vec<u8>, _) = Default::default();
+        loop {
+            let op = Op::ListFiles { cursor: cursor.into(), limit };
+            let Done::Files { files, cursor: next } = world.admin(op) else { panic!() };
+            pages += 1;
+            for file in files {
+                assert_eq!((file.volume, file.parent, file.named), (VolumeId(1), Ino::ROOT, true));
+                found.extend(file.blocks.iter().map(|block| (file.ino, *block)));
+            }
+            if next.is_empty() {
+                return (found, pages);
+            }
+            cursor = next.to_vec();
+        }
+    };
+    let (all, _) = pages(4_096);
+    assert!(all.len() > 1 && all.iter().all(|(ino, _)| *ino == writer.ino), "{all:?}");
+    let (one, count) = pages(1);
+    assert_eq!((one.len(), count), (all.len(), all.len()));
+    assert_eq!(one, all);
 }

@@ -15,7 +15,7 @@ use torchfs_proto::msg::block::PIECES_MAX;
 use torchfs_proto::msg::meta::{Done, Op};
 use torchfs_proto::{BlockId, Code, ServerId};
 
-use crate::print;
+use super::report::Report;
 
 /// Blocks or pieces in one answer.
 const PAGE: u32 = 2_048;
@@ -55,16 +55,10 @@ struct Piece {
 type Lacking = BTreeMap<(BlockId, u8), String>;
 
 /// Every block that the metadata names must have each of its pieces on a server that should have it; with `read` each is read.
-pub async fn check_blocks(
-    tool: &Tool,
-    read: bool,
-    quiet: bool,
-    problems: &mut Vec<String>,
-) -> anyhow::Result<Blocks> {
+pub async fn check_blocks(tool: &Tool, read: bool, report: &mut Report) -> anyhow::Result<Blocks> {
     let mut found = Blocks::default();
     let mut silent = BTreeMap::new();
-    let bar =
-        print::progress(if read { "reading blocks" } else { "blocks" }, tool.status().await?.blocks, quiet);
+    let bar = report.begin(if read { "reading blocks" } else { "blocks" }, tool.status().await?.blocks);
     let mut after = None;
     loop {
         let placement = placement(tool).await?;
@@ -77,7 +71,7 @@ pub async fn check_blocks(
             let sound = placement.layout(block.layout).is_some() && !doubtful.contains(&block.id);
             match sound {
                 true => found.whole += 1,
-                false => again(tool, block.id, read, &mut silent, &mut found, problems).await?,
+                false => again(tool, block.id, read, &mut silent, &mut found, report).await?,
             }
         }
         after = blocks.last().map(|block| block.id);
@@ -86,7 +80,7 @@ pub async fn check_blocks(
         }
     }
     bar.finish_and_clear();
-    problems.extend(silent.into_values());
+    silent.values().for_each(|why| report.problem(why));
     Ok(found)
 }
 
@@ -97,7 +91,7 @@ async fn again(
     read: bool,
     silent: &mut BTreeMap<ServerId, String>,
     found: &mut Blocks,
-    problems: &mut Vec<String>,
+    report: &mut Report,
 ) -> anyhow::Result<()> {
     let (blocks, _) = tool.list_blocks(before(id), 1).await?;
     let Some(block) = blocks.first().filter(|block| block.id == id) else {
@@ -107,7 +101,8 @@ async fn again(
     let placement = placement(tool).await?;
     let Some(layout) = placement.layout(block.layout) else {
         found.unreadable += 1;
-        problems.push(format!("block {id} cannot be found: its layout {} is not there", block.layout));
+        report.hurt.add(id, true);
+        report.problem(&format!("block {id} cannot be found: its layout {} is not there", block.layout));
         return Ok(());
     };
     let lacking = lacking(tool, &placement, &blocks, read, silent).await;
@@ -119,12 +114,14 @@ async fn again(
     let left = all - lacking.len();
     let why: Vec<String> = lacking.iter().map(|((_, piece), why)| format!("piece {piece} {why}")).collect();
     let why = why.join(", ");
+    report.hurt.add(id, left < needed);
     if left >= needed {
         found.degraded += 1;
-        problems.push(format!("block {id} has {left} of {all} pieces ({needed} suffice to read it): {why}"));
+        report
+            .problem(&format!("block {id} has {left} of {all} pieces ({needed} suffice to read it): {why}"));
     } else {
         found.unreadable += 1;
-        problems.push(format!("block {id} cannot be read: {left} of {all} pieces, {needed} needed: {why}"));
+        report.problem(&format!("block {id} cannot be read: {left} of {all} pieces, {needed} needed: {why}"));
     }
     Ok(())
 }
@@ -255,10 +252,10 @@ fn pieces(layout: &Layout, block: &NewBlock) -> Vec<Piece> {
 }
 
 /// Names pieces on data servers that no record knows and that will not go by themselves.
-pub async fn find_strays(tool: &Tool, quiet: bool, problems: &mut Vec<String>) -> anyhow::Result<Strays> {
+pub async fn find_strays(tool: &Tool, report: &mut Report) -> anyhow::Result<Strays> {
     let placement = placement(tool).await?;
     let mut found = Strays::default();
-    let bar = print::progress("stored pieces", placement.servers.iter().map(|s| s.pieces).sum(), quiet);
+    let bar = report.begin("stored pieces", placement.servers.iter().map(|s| s.pieces).sum());
     // Who cannot be asked was named already.
     for server in placement.servers.iter().filter(|server| server.up) {
         let mut after = None;
@@ -267,7 +264,7 @@ pub async fn find_strays(tool: &Tool, quiet: bool, problems: &mut Vec<String>) -
                 Ok(listed) => listed,
                 Err(fault) if fault.code == Code::Unreachable => break,
                 Err(fault) => {
-                    problems.push(format!("data server {} cannot list its pieces: {fault}", server.id));
+                    report.problem(&format!("data server {} cannot list its pieces: {fault}", server.id));
                     break;
                 }
             };
@@ -284,7 +281,7 @@ pub async fn find_strays(tool: &Tool, quiet: bool, problems: &mut Vec<String>) -
                 let gone = tool.missing(&server.addr, strays.orphans.clone()).await.unwrap_or_default();
                 for (block, piece) in strays.orphans.iter().filter(|orphan| !gone.contains(orphan)) {
                     found.orphans += 1;
-                    problems.push(format!(
+                    report.problem(&format!(
                         "piece {piece} of block {block} on data server {} is an orphan: no record needs it there",
                         server.id
                     ));

@@ -6,7 +6,7 @@ use super::OpenSession;
 use crate::attr::{Compression, VolumeInfo};
 use crate::layout::Scheme;
 use crate::msg::block::SessionLoad;
-use crate::{BlockId, ServerId, SessionId};
+use crate::{BlockId, Ino, ServerId, SessionId, VolumeId};
 
 /// How new content is stored, where it differs from the volume; nothing set means as the volume says.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Encode, Decode)]
@@ -215,6 +215,26 @@ pub struct Strays {
     /// The same on a server that is being searched: they go by themselves.
     #[n(1)]
     pub leaving: Vec<(BlockId, u8)>,
+}
+
+/// A file and blocks that hold bytes of it.
+#[derive(Clone, PartialEq, Eq, Debug, Encode, Decode)]
+pub struct FileBlocks {
+    /// Its volume.
+    #[n(0)]
+    pub volume: VolumeId,
+    /// Its inode.
+    #[n(1)]
+    pub ino: Ino,
+    /// The folder it is in; with several names, of the last one given.
+    #[n(2)]
+    pub parent: Ino,
+    /// It has a name; else it is only open somewhere.
+    #[n(3)]
+    pub named: bool,
+    /// The blocks, in the order of the file; those that follow may be in the next answer.
+    #[n(4)]
+    pub blocks: Vec<BlockId>,
 }
 
 /// How far a scrub is.

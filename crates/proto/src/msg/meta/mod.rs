@@ -19,14 +19,14 @@ use crate::extent::{Extent, NewBlock, RangeOp};
 use crate::fault::Fault;
 use crate::layout::{DiskInfo, Load};
 use crate::msg::block::SessionLoad;
-use crate::{BlockId, ClusterId, Fence, Ino, Seq, ServerId, SessionId};
+use crate::{BlockId, ClusterId, Fence, Ino, Seq, ServerId, SessionId, VolumeId};
 
 mod admin;
 mod reply;
 
 pub use admin::{
-    BadPiece, DrainReport, Policy, RepairReport, ScrubReport, SessionTop, Strays, VolumeOp, VolumePolicy,
-    VolumeReport,
+    BadPiece, DrainReport, FileBlocks, Policy, RepairReport, ScrubReport, SessionTop, Strays, VolumeOp,
+    VolumePolicy, VolumeReport,
 };
 pub use reply::{
     DirEntry, Done, Event, MetaReport, SessionInfo, SessionReport, StandbyReport, StatusReport, VolumeUse,
@@ -601,6 +601,32 @@ pub enum Op {
         after: Option<BlockId>,
         /// At most this many.
         #[n(1)]
+        limit: u32,
+    },
+    /// Files with the blocks that hold their bytes, in the order of volumes and inodes (for fsck). Answers [`Done::Files`].
+    #[n(89)]
+    ListFiles {
+        /// Where to go on; empty at first.
+        #[n(0)]
+        cursor: Raw,
+        /// Look at this many extents at most.
+        #[n(1)]
+        limit: u32,
+    },
+    /// The names in a folder, in their order (for fsck). Answers [`Done::Names`].
+    #[n(90)]
+    ListNames {
+        /// Of this volume.
+        #[n(0)]
+        volume: VolumeId,
+        /// The folder.
+        #[n(1)]
+        folder: Ino,
+        /// Begin after this name.
+        #[n(2)]
+        after: Raw,
+        /// At most this many.
+        #[n(3)]
         limit: u32,
     },
     /// Collect now what can be collected: dead blocks, ranges of ended sessions. Answers what is left.

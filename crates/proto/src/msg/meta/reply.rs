@@ -2,7 +2,7 @@
 
 use minicbor::{Decode, Encode};
 
-use super::{FileLock, OpenSession, RepairReport, SessionTop, Strays, VolumeReport};
+use super::{FileBlocks, FileLock, OpenSession, RepairReport, SessionTop, Strays, VolumeReport};
 use crate::attr::{Attr, Kind, Raw, Time, VolumeInfo};
 use crate::extent::{Extent, NewBlock};
 use crate::layout::{Placement, ServerInfo};
@@ -209,6 +209,32 @@ pub enum Done {
     /// Pieces that nobody needs.
     #[n(43)]
     Strays(#[n(0)] Strays),
+    /// Files with their blocks.
+    #[n(44)]
+    Files {
+        /// In the order of volumes and inodes.
+        #[n(0)]
+        files: Vec<FileBlocks>,
+        /// Go on with this; empty at the end.
+        #[n(1)]
+        cursor: Raw,
+    },
+    /// Names in a folder.
+    #[n(45)]
+    Names {
+        /// The name of the volume.
+        #[n(0)]
+        volume: String,
+        /// The folder that this one is in.
+        #[n(1)]
+        parent: Ino,
+        /// Inodes and their names, in the order of names.
+        #[n(2)]
+        names: Vec<(Ino, Raw)>,
+        /// Nothing follows.
+        #[n(3)]
+        end: bool,
+    },
     /// The metadata service itself.
     #[n(48)]
     MetaStatus(#[n(0)] MetaReport),
