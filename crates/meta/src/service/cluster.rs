@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use torchfs_proto::attr::Time;
-use torchfs_proto::layout::ServerState;
+use torchfs_proto::layout::{Group, ServerState};
 use torchfs_proto::msg::meta::{BAD_MAX, BadPiece, Done, Heartbeat, Op, SessionTop};
 use torchfs_proto::record::ClusterCounters;
 use torchfs_proto::{Code, Fault, Result, ServerId, SessionId, key};
@@ -224,8 +224,11 @@ impl Meta {
         let moved = self.edit_members(state, now, |table, _| {
             let away = table.evade();
             let even = if auto || asked { table.balance(most, slack, at_once) } else { 0 };
-            let moving = table.groups().any(|(_, _, group)| !group.moving_to.is_empty());
-            Ok((away, even, moving))
+            // Groups that move, or are looked at first, may have to move yet.
+            let busy =
+                |group: &Group| !group.moving_to.is_empty() || (group.dirty && !table.lacks_server(group));
+            let busy = table.groups().any(|(_, _, group)| busy(group));
+            Ok((away, even, busy))
         })?;
         if asked && moved.1 == 0 && !moved.2 {
             state.repairs.balance_now = false;

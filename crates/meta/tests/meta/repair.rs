@@ -299,6 +299,32 @@ fn a_new_server_gets_its_share_of_groups_gently() {
 }
 
 #[test]
+fn a_rebalance_that_is_asked_for_while_groups_are_looked_at_is_not_forgotten() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 36, BIG);
+    servers.settle(&world);
+    world.admin(Op::Rebalance { auto: Some(false) });
+    servers.add(&world, 4, "");
+    // Every group is looked at, as after a start.
+    [1, 2].into_iter().for_each(|server| servers.kill(server));
+    servers.advance_ms(&world, 11_000);
+    [1, 2].into_iter().for_each(|server| servers.revive(server));
+    servers.advance_ms(&world, 1_000);
+    let report = world.repair_report();
+    assert_eq!(report.dirty, report.groups);
+    world.admin(Op::Rebalance { auto: None });
+    assert!(world.repair_report().balancing);
+    for _ in 0..10 {
+        servers.settle(&world);
+        servers.advance_ms(&world, 2_000);
+    }
+    assert_eq!(places(&world), [6, 6, 6, 6]);
+    assert!(!world.repair_report().balancing, "and it ends");
+}
+
+#[test]
 fn servers_that_join_an_empty_cluster_share_it_at_once() {
     let world = world("replicas:2");
     let servers = Servers::join(&world, 2);
