@@ -359,8 +359,14 @@ impl Stream {
         };
         let (writer, len) = (self.writer, log.len() as u64);
         if len < least {
+            // Who does not know: the kernel, the agent, or the service?
+            let path = mount.join(format!("writer-{}", self.writer)).join("log");
+            let again = fs::read(&path)?.len();
+            std::thread::sleep(std::time::Duration::from_secs(3));
+            let later = fs::read(&path)?.len();
             return Err(io::Error::other(format!(
-                "the log of writer {writer} has {len} bytes, {least} were closed before"
+                "the log of writer {writer} has {len} bytes, {least} were closed before; read again at once: {again}, \
+                 after a while: {later}"
             )));
         }
         let want = stream(writer, 0, len);

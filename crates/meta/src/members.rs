@@ -237,6 +237,11 @@ impl Members {
         self.live.values_mut().for_each(|live| live.heard = now);
     }
 
+    /// Nobody could be heard for so long: it does not count.
+    pub fn deaf_for(&mut self, gap: Duration) {
+        self.live.values_mut().for_each(|live| live.heard += gap);
+    }
+
     /// When this service began to hear servers.
     pub fn began(&self) -> Instant {
         self.began
@@ -327,9 +332,10 @@ impl Members {
         self.live.values().map(|live| live.pieces).sum()
     }
 
-    /// (total, free) bytes of content under this scheme that the servers have room for; as far as they reported.
+    /// (total, free) bytes of content under this scheme that the servers have room for; as far as they reported. One that is
+    /// down counts: it is expected back, and until then writers wait for it rather than hear that the disks are full.
     pub fn room(&self, scheme: Scheme) -> (u64, u64) {
-        let takes = |server: &&record::Server| server.state < ServerState::Down && !server.draining;
+        let takes = |server: &&record::Server| server.state < ServerState::Out && !server.draining;
         let parts = self.table.servers.values().filter(takes).filter_map(|server| {
             let live = self.live.get(&server.id)?;
             Some(ServerInfo { disks: live.disks.clone(), ..self.info(server) }.parts())

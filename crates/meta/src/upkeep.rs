@@ -4,7 +4,7 @@
 //! - One piece of work is one batch under one short hold of the lock; requests go in between.
 //! - Whatever is left undone is found again after a restart.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use torchfs_proto::record::Orphan;
 use torchfs_proto::{Ino, Result, SessionId, key};
@@ -15,6 +15,9 @@ use crate::service::{Chore, Meta, State};
 
 /// Orphans that one sweep looks at.
 const SWEEP_MAX: usize = 256;
+
+/// After so many ticks that did not come, this process has stood still.
+const PAUSE_TICKS: u32 = 4;
 
 impl Meta {
     /// Looks for what has become due. Call every `tick_ms`, from one thread.
@@ -29,6 +32,14 @@ impl Meta {
                 // Requests wait meanwhile, renewals and heartbeats too.
                 state.deaf = true;
                 return;
+            }
+            let every = Duration::from_millis(u64::from(self.config.tick_ms));
+            let gap = state.ticked.replace(now).map_or(every, |before| now.saturating_duration_since(before));
+            if gap > every * PAUSE_TICKS {
+                // This process or its machine stood still. Whoever spoke meanwhile is only heard from now on.
+                let gap = gap - every;
+                state.sessions.values_mut().for_each(|session| session.renewed += gap);
+                state.members.deaf_for(gap);
             }
             if std::mem::take(&mut state.deaf) {
                 for session in state.sessions.values_mut() {

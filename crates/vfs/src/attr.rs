@@ -9,19 +9,27 @@ use torchfs_proto::extent::RangeOp;
 use torchfs_proto::msg::meta::{Done, Op, VolumeUse, lease};
 use torchfs_proto::{Code, Fault, Ino, Result};
 
-use crate::node::Changing;
+use crate::node::{Changing, Inode};
 use crate::{Fh, Node, Vfs};
 
 impl Vfs {
     /// Attributes.
     pub async fn getattr(&self, ino: Ino, _fh: Option<Fh>) -> Result<Node> {
         let node = self.node(ino);
-        {
+        let known = {
             let state = node.lock();
-            if let Some((attr, _)) = state.find_attr(&self.0.meta) {
-                return Ok(self.answer(&state, attr));
-            }
-        }
+            state.find_attr(&self.0.meta).map(|(attr, _)| self.answer(&state, attr))
+        };
+        let answer = match known {
+            Some(answer) => answer,
+            None => self.ask_attr(&node).await?,
+        };
+        self.before_told(&node, &answer).await;
+        Ok(answer)
+    }
+
+    async fn ask_attr(&self, node: &Inode) -> Result<Node> {
+        let ino = node.ino;
         let asked = self.asked();
         let changes = node.lock().changes;
         let done = self.0.meta.ask(Op::GetAttr { ino }).await?;

@@ -257,10 +257,14 @@ impl Vfs {
                 let (names, ttl) = state.find_names(&self.0.meta, folder.ino)?;
                 (names.map.get(&entry.name[..]) == Some(&Some(entry.ino))).then_some(ttl)
             });
-            let ttl = known.map_or(Duration::ZERO, |ttl| ttl.min(self.0.config.ttl_max));
+            let ttl = known.map_or(Duration::ZERO, |ttl| self.kernel_ttl(ttl));
             let state = child.lock();
-            (self.answer(&state, attr.clone()), ttl)
+            let answer = self.answer(&state, attr.clone());
+            // The kernel must drop pages before it hears of a greater length: it will ask for this one.
+            let grown = state.file.as_ref().is_some_and(|file| file.paged && answer.attr.size > file.told);
+            (!grown).then_some((answer, ttl))
         });
+        let node = node.flatten();
         DirItem {
             name: Bytes::copy_from_slice(&entry.name),
             ino: entry.ino,

@@ -25,9 +25,12 @@ impl Vfs {
     /// The entry of a folder; each positive answer adds one reference of the kernel's.
     pub async fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Found> {
         check_name(name)?;
-        if let Some(found) = self.find_entry(parent, name) {
+        if let Some((child, found)) = self.find_entry(parent, name) {
             ::metrics::counter!(metrics::LOOKUP_HITS).increment(1);
             self.bound_entries();
+            if let (Some(child), Some(answer)) = (child, &found.node) {
+                self.before_told(&child, answer).await;
+            }
             return Ok(found);
         }
         ::metrics::counter!(metrics::LOOKUP_MISSES).increment(1);
@@ -44,18 +47,18 @@ impl Vfs {
             if kept { self.keep_name(&mut state, parent, name, ino) } else { Duration::ZERO }
         };
         self.bound_entries();
-        let node = entry.map(|attr| {
-            let child = self.node(attr.ino);
-            child.lock().refs += 1;
-            self.learned(&child, attr, asked)
-        });
-        Ok(Found { node, entry_ttl })
+        let Some(attr) = entry else { return Ok(Found { node: None, entry_ttl }) };
+        let child = self.node(attr.ino);
+        child.lock().refs += 1;
+        let answer = self.learned(&child, attr, asked);
+        self.before_told(&child, &answer).await;
+        Ok(Found { node: Some(answer), entry_ttl })
     }
 
     /// How long the kernel may keep an entry that was just made; zero if no lease covers it.
     pub fn entry_ttl(&self, parent: Ino, name: &[u8]) -> Duration {
         match self.find_name(parent, name) {
-            Some((Some(_), ttl)) => ttl.min(self.0.config.ttl_max),
+            Some((Some(_), ttl)) => self.kernel_ttl(ttl),
             _ => Duration::ZERO,
         }
     }
@@ -140,9 +143,13 @@ impl Vfs {
                 Ok((node, attr))
             })
             .await?;
-        let mut state = node.lock();
-        state.refs += 1;
-        Ok(self.answer(&state, attr))
+        let answer = {
+            let mut state = node.lock();
+            state.refs += 1;
+            self.answer(&state, attr)
+        };
+        self.before_told(&node, &answer).await;
+        Ok(answer)
     }
 
     /// Removes a name that is not a folder's.
@@ -268,15 +275,18 @@ impl Vfs {
     }
 
     /// An entry from memory, if leases protect it and what it names.
-    fn find_entry(&self, parent: Ino, name: &[u8]) -> Option<Found> {
+    fn find_entry(&self, parent: Ino, name: &[u8]) -> Option<(Option<Arc<Inode>>, Found)> {
         let (ino, ttl) = self.find_name(parent, name)?;
-        let entry_ttl = ttl.min(self.0.config.ttl_max);
-        let Some(ino) = ino else { return Some(Found { node: None, entry_ttl }) };
+        let entry_ttl = self.kernel_ttl(ttl);
+        let Some(ino) = ino else { return Some((None, Found { node: None, entry_ttl })) };
         let child = self.find_node(ino)?;
-        let mut state = child.lock();
-        let (attr, _) = state.find_attr(&self.0.meta)?;
-        state.refs += 1;
-        Some(Found { node: Some(self.answer(&state, attr)), entry_ttl })
+        let answer = {
+            let mut state = child.lock();
+            let (attr, _) = state.find_attr(&self.0.meta)?;
+            state.refs += 1;
+            self.answer(&state, attr)
+        };
+        Some((Some(child), Found { node: Some(answer), entry_ttl }))
     }
 
     /// What a folder says about a name, if it may. A name that is absent because all others are known is noted: the kernel may
@@ -322,7 +332,7 @@ impl Vfs {
         {
             self.0.entries.fetch_add(1, Ordering::Relaxed);
         }
-        ttl.min(self.0.config.ttl_max)
+        self.kernel_ttl(ttl)
     }
 
     /// Keeps the number of remembered entries within its bound: whole folders go, the first that came first.
@@ -370,9 +380,13 @@ impl Vfs {
                 return Err(fault);
             }
         }
-        let mut state = node.lock();
-        state.refs += 1;
-        Ok((self.answer(&state, attr), opened))
+        let answer = {
+            let mut state = node.lock();
+            state.refs += 1;
+            self.answer(&state, attr)
+        };
+        self.before_told(&node, &answer).await;
+        Ok((answer, opened))
     }
 
     /// Sends a Make and takes in what came of it.

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use foldhash::{HashMap, HashMapExt};
+use futures_util::future::{Either, select};
 use parking_lot::{Mutex, MutexGuard};
 use torchfs_client::{Mark, Meta};
 use torchfs_proto::attr::{Attr, Raw, Time};
@@ -98,6 +99,9 @@ pub(crate) struct FolderChange {
     pub(crate) folders: i32,
 }
 
+/// The kernel's pages, at least.
+const PAGE: u64 = 4096;
+
 /// By how much a folder's size grows with each entry.
 const ENTRY_SIZE: i64 = 32;
 
@@ -131,6 +135,8 @@ pub(crate) struct File {
     pub(crate) forgotten: u64,
     /// It was opened for use with the kernel's pages.
     pub(crate) paged: bool,
+    /// The length that the kernel was told last: up to here its pages hold no zeros in the place of bytes.
+    pub(crate) told: u64,
 }
 
 impl Inode {
@@ -304,6 +310,7 @@ impl File {
             kernel_version: None,
             forgotten: 0,
             paged: false,
+            told: 0,
         }
     }
 
@@ -400,12 +407,52 @@ impl Vfs {
         self.answer(&state, attr)
     }
 
+    /// To be awaited before the kernel is told of these attributes. The last page of a file is filled up with zeros, and the
+    /// kernel shows them as soon as it hears of a greater length, before it drops its pages by itself.
+    pub(crate) async fn before_told(&self, node: &Inode, answer: &Node) {
+        let size = answer.attr.size;
+        let told = {
+            let mut state = node.lock();
+            let Some(file) = &mut state.file else { return };
+            if !file.paged || size <= file.told {
+                file.told = size;
+                return;
+            }
+            file.told
+        };
+        let from = told / PAGE * PAGE;
+        self.0.host.invalidate_data(node.ino, from, size - from);
+        self.host_settled().await;
+        if let Some(file) = &mut node.lock().file {
+            file.told = file.told.max(size);
+        }
+    }
+
+    /// Ready when the kernel has heard what it was told, or has had its time.
+    pub(crate) async fn host_settled(&self) {
+        let deadline = Instant::now() + self.0.config.settle_max;
+        let mut settled = self.0.host.settled();
+        while Instant::now() < deadline {
+            match select(settled, self.0.tick.listen()).await {
+                Either::Left(_) => break,
+                Either::Right((_, rest)) => settled = rest,
+            }
+        }
+    }
+
+    /// For how long the kernel may rely on something that is protected for so long. Its time begins when whoever asked runs again,
+    /// which may take a while, so it is told less.
+    pub(crate) fn kernel_ttl(&self, left: Duration) -> Duration {
+        let late = Duration::from_millis(u64::from(self.0.meta.info().lease_ms) / 6);
+        left.saturating_sub(late).min(self.0.config.ttl_max)
+    }
+
     /// What the kernel is told of a node; `attr` is what it gets if nothing newer is known.
     pub(crate) fn answer(&self, state: &State, attr: Attr) -> Node {
         match state.find_attr(&self.0.meta) {
             // Size and times of a file being written change without a call, so the kernel asks again.
             Some((attr, _)) if state.is_dirty() => Node { attr, ttl: Duration::ZERO },
-            Some((attr, ttl)) => Node { attr, ttl: ttl.min(self.0.config.ttl_max) },
+            Some((attr, ttl)) => Node { attr, ttl: self.kernel_ttl(ttl) },
             None => Node { attr: state.view().unwrap_or(attr), ttl: Duration::ZERO },
         }
     }

@@ -181,8 +181,11 @@ impl Vfs {
             state.handles += 1;
             state.writers += u32::from(writes);
             let version = state.attr.as_ref().map(|attr| attr.data_version);
+            let size = state.view().map_or(0, |attr| attr.size);
             let file = state.file();
-            file.paged |= !direct;
+            if !direct && !file.paged {
+                (file.paged, file.told) = (true, size);
+            }
             let keep = !direct && version.is_some() && file.kernel_version == version;
             if !keep {
                 file.forget_pages();

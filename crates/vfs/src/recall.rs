@@ -6,10 +6,9 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
 
 use bytes::Bytes;
-use futures_util::future::{BoxFuture, Either, select};
+use futures_util::future::BoxFuture;
 use torchfs_client::Keeper;
 use torchfs_proto::Ino;
 use torchfs_proto::attr::Raw;
@@ -116,7 +115,6 @@ impl Vfs {
 
     /// Serves a recall; tells whether the file is still open for writing here.
     async fn honour(&self, node: &Arc<Inode>, bits: u8, names: Vec<Raw>) -> bool {
-        let deadline = Instant::now() + self.0.config.settle_max;
         if bits & lease::WRITE != 0 {
             node.lock().recalling += 1;
             self.write_back(node).await;
@@ -127,13 +125,7 @@ impl Vfs {
             node.progress.notify();
         }
         self.tell_kernel(node, bits, &names);
-        let mut settled = self.0.host.settled();
-        while Instant::now() < deadline {
-            match select(settled, self.0.tick.listen()).await {
-                Either::Left(_) => break,
-                Either::Right((_, rest)) => settled = rest,
-            }
-        }
+        self.host_settled().await;
         node.lock().writers > 0
     }
 

@@ -9,7 +9,6 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
-use futures_util::future::select;
 use torchfs_proto::attr::{SIZE_MAX, Time, flags};
 use torchfs_proto::clock::{Clock, SystemClock};
 use torchfs_proto::extent::{INLINE_MAX, RangeOp, Source};
@@ -145,6 +144,8 @@ impl Vfs {
             file.dirty_since.get_or_insert_with(Instant::now);
             file.quiet_since = Instant::now();
             self.0.budget.adjust(before, file.overlay.bytes());
+            // The kernel wrote into its pages and knows; what is appended goes around them, see below.
+            file.told = file.told.max(end);
             let job = seal_block(file, offset, end, block);
             let sealed: u64 = file.sealed.iter().map(|sealed| sealed.len).sum();
             let many = file.overlay.pieces() >= config.commit_pieces;
@@ -171,8 +172,7 @@ impl Vfs {
             return;
         }
         self.0.host.invalidate_data(node.ino, at, len);
-        // Nobody may wait for the kernel without a bound.
-        let _ = select(self.0.host.settled(), self.0.tick.listen()).await;
+        self.host_settled().await;
     }
 
     /// Puts and commits at once.

@@ -74,6 +74,11 @@ impl Leases {
         self.epoch
     }
 
+    /// How long leases last after a renewal.
+    pub fn term(&self) -> Duration {
+        self.term
+    }
+
     /// A renewal that was sent at this time succeeded.
     pub fn renewed(&mut self, sent: Instant) {
         self.renewed = self.renewed.max(sent);

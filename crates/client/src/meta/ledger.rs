@@ -205,18 +205,17 @@ impl Ledger {
         true
     }
 
-    /// Another leader: places in the log that were not durable mean nothing any more. Returns what to tell it, in order,
-    /// and whether each was answered before. Loose ones without an answer are left to their owners.
-    pub fn replay(&mut self) -> Vec<(u64, bool)> {
-        self.durable = Seq(0);
-        self.ordered.clear();
-        self.entries.retain(|_, entry| !(entry.loose && entry.told.is_none()));
-        let mut all = Vec::with_capacity(self.entries.len());
-        for (seq, entry) in &mut self.entries {
-            entry.place = None;
-            all.push((*seq, entry.told.is_some()));
+    /// Another leader: places in the log that were not durable mean nothing any more. Returns what to tell it again, in order:
+    /// either what was answered before, or the rest. Loose changes without an answer are left to their owners.
+    pub fn replay(&mut self, answered: bool) -> Vec<u64> {
+        if answered {
+            self.durable = Seq(0);
+            self.ordered.clear();
+            self.entries.retain(|_, entry| !(entry.loose && entry.told.is_none()));
+            self.entries.values_mut().for_each(|entry| entry.place = None);
         }
-        all
+        let chosen = self.entries.iter().filter(|(_, entry)| entry.told.is_some() == answered);
+        chosen.map(|(seq, _)| *seq).collect()
     }
 
     /// How far the log has to be durable for all answered changes up to this sequence; `None` if they are.
@@ -316,7 +315,7 @@ mod tests {
         let mut ledger = Ledger::new(10);
         let seq = ledger.enter(op(), false);
         ledger.answer(seq, Seq(100), &ok(), true);
-        assert_eq!(ledger.replay(), [(seq, true)]);
+        assert_eq!((ledger.replay(true), ledger.replay(false)), (vec![seq], vec![]));
         ledger.durable(Seq(200));
         assert!(ledger.needed(seq).expect("not broken").is_some(), "not replayed yet, so not durable");
         ledger.answer(seq, Seq(150), &ok(), false);
@@ -329,7 +328,7 @@ mod tests {
         let mut ledger = Ledger::new(10);
         let seq = ledger.enter(op(), false);
         ledger.durable(Seq(9));
-        assert_eq!(ledger.replay(), [(seq, false)]);
+        assert_eq!((ledger.replay(true), ledger.replay(false)), (vec![], vec![seq]));
         ledger.durable(Seq(9));
         ledger.answer(seq, Seq(8), &Err(Code::Exists.into()), false);
         let mut told = ledger.wait(seq).expect("kept");
@@ -342,7 +341,7 @@ mod tests {
         let mut ledger = Ledger::new(10);
         let seq = ledger.enter(op(), false);
         ledger.answer(seq, Seq(100), &ok(), true);
-        ledger.replay();
+        ledger.replay(true);
         ledger.answer(seq, Seq(0), &Err(Code::Exists.into()), false);
         assert_eq!(ledger.needed(seq).expect_err("latched").code, Code::Io);
         assert!(ledger.needed(seq - 1).is_ok(), "earlier changes are not concerned");
@@ -353,7 +352,7 @@ mod tests {
         let mut ledger = Ledger::new(10);
         let lock = ledger.enter(op(), true);
         let other = ledger.enter(op(), false);
-        assert_eq!(ledger.replay(), [(other, false)]);
+        assert_eq!((ledger.replay(true), ledger.replay(false)), (vec![], vec![other]));
         ledger.answer(lock, Seq(0), &ok(), true);
         assert_eq!(ledger.len(), 1, "an answer to what was given up says nothing");
     }

@@ -229,12 +229,16 @@ impl Shared {
         if reclaim {
             self.reclaim(&connection, reply.lease_epoch).await?;
         }
-        while !self.replay_all(&connection).await? {
+        while !self.retell_all(&connection).await? {
             if self.ended().is_some() {
                 break;
             }
             self.sleep_until(Instant::now() + self.config.pause).await;
         }
+        if reclaim {
+            self.report(&connection, &[], &[], true).await?;
+        }
+        self.go_live(&connection).await?;
         self.renew.notify_one();
         Ok(())
     }
@@ -337,62 +341,84 @@ impl Shared {
         open: &[Ino],
     ) -> Result<(), Failed> {
         let (mut held, mut open) = (held, open);
-        loop {
+        while !held.is_empty() || !open.is_empty() {
             let (leases, held_rest) = held.split_at(held.len().min(RECLAIM));
             let (inos, open_rest) = open.split_at(open.len().min(RECLAIM));
             (held, open) = (held_rest, open_rest);
-            let last = held.is_empty() && open.is_empty();
-            let op = Op::Reclaim { leases: leases.to_vec(), open: inos.to_vec(), last };
-            let envelope = self.state.lock().envelope();
-            let until = Instant::now() + self.config.attempt_timeout;
-            let (reply, _) = self.question(connection, &envelope, &op, until).await?;
-            {
-                let mut state = self.state.lock();
-                state.leases.begin_epoch(reply.lease_epoch);
-                state.leases.grant(reply.lease_epoch, &reply.grants);
-            }
-            if last {
-                return Ok(());
-            }
+            self.report(connection, leases, inos, false).await?;
         }
+        Ok(())
     }
 
-    /// Tells every change again that is not known to be durable, then lets callers use the connection. False if the service
-    /// does not serve yet.
-    async fn replay_all(self: &Arc<Shared>, connection: &Connection) -> Result<bool, Failed> {
-        let entries = self.state.lock().ledger.replay();
-        let mut answered = VecDeque::new();
-        let mut open = Vec::new();
-        // The first one is waited for alone: it finds out whether the service serves.
+    /// Tells what is held and open; the last one says that all changes were told again, too.
+    async fn report(
+        &self,
+        connection: &Connection,
+        leases: &[(Ino, u8)],
+        open: &[Ino],
+        last: bool,
+    ) -> Result<(), Failed> {
+        let op = Op::Reclaim { leases: leases.to_vec(), open: open.to_vec(), last };
+        let envelope = self.state.lock().envelope();
+        let until = Instant::now() + self.config.attempt_timeout;
+        let (reply, _) = self.question(connection, &envelope, &op, until).await?;
+        let mut state = self.state.lock();
+        state.leases.begin_epoch(reply.lease_epoch);
+        state.leases.grant(reply.lease_epoch, &reply.grants);
+        Ok(())
+    }
+
+    /// Tells every change again that was answered and is not known to be durable, in order. A new leader serves nobody until all
+    /// sessions have done so. False if the service does not take them yet.
+    async fn retell_all(self: &Arc<Shared>, connection: &Connection) -> Result<bool, Failed> {
+        let told: Vec<u64> = self.state.lock().ledger.replay(true);
+        let mut flights = VecDeque::new();
+        // The first one is waited for alone: it finds out whether the service takes them.
         let mut window = 1;
-        for (seq, told) in entries {
-            let Some(mut flight) = self.retell(connection, seq) else {
-                continue;
-            };
-            poll_fn(|cx| {
-                flight.depart(cx);
-                Poll::Ready(())
-            })
-            .await;
-            metrics::counter!(crate::metrics::REPLAYED).increment(1);
-            if told {
-                answered.push_back(flight);
-            } else {
-                open.push(flight); // may have to wait for others' recalls: its owner waits, we do not
-            }
-            if answered.len() >= window
-                && let Some(first) = answered.pop_front()
+        let mut renewed = Instant::now();
+        let term = self.state.lock().leases.term();
+        for seq in told {
+            let Some(flight) = self.retell(connection, seq).await else { continue };
+            flights.push_back(flight);
+            if flights.len() >= window
+                && let Some(first) = flights.pop_front()
             {
                 if !self.landed(first).await? {
                     return Ok(false);
                 }
                 window = self.config.replay_window.max(1);
             }
+            if renewed.elapsed() > term / 4 {
+                renewed = Instant::now();
+                self.renew_over(connection).await?;
+            }
         }
-        for flight in answered {
+        for flight in flights {
             if !self.landed(flight).await? {
                 return Ok(false);
             }
+        }
+        Ok(true)
+    }
+
+    /// Keeps the leases while there is much to tell.
+    async fn renew_over(&self, connection: &Connection) -> Result<(), Failed> {
+        let (sent, envelope) = (Instant::now(), self.state.lock().envelope());
+        let (reply, _) =
+            self.question(connection, &envelope, &Op::Renew, sent + self.config.attempt_timeout).await?;
+        let mut state = self.state.lock();
+        if reply.lease_epoch == state.leases.epoch() {
+            state.leases.renewed(sent);
+        }
+        Ok(())
+    }
+
+    /// Lets callers use the connection, and sends what was never answered: it may have to wait for others' recalls.
+    async fn go_live(self: &Arc<Shared>, connection: &Connection) -> Result<(), Failed> {
+        let open: Vec<u64> = self.state.lock().ledger.replay(false);
+        let mut flights = Vec::with_capacity(open.len());
+        for seq in open {
+            flights.extend(self.retell(connection, seq).await);
         }
         {
             let mut state = self.state.lock();
@@ -401,28 +427,34 @@ impl Shared {
             }
             state.phase = Phase::Live(connection.clone());
         }
-        for mut flight in open {
+        for mut flight in flights {
             self.spawn_own(async move {
                 flight.land().await;
             });
         }
         self.progress.notify_waiters();
-        Ok(true)
+        Ok(())
     }
 
-    fn retell(self: &Arc<Shared>, connection: &Connection, seq: u64) -> Option<Flight> {
-        let mut state = self.state.lock();
-        let mut op = state.ledger.op(seq)?.clone();
-        let made = state.ledger.made(seq);
-        let ticket = state.leases.begin();
-        let route = Route {
-            connection: connection.clone(),
-            generation: state.generation,
-            ticket,
-            envelope: state.envelope(),
+    /// Sends a change again.
+    async fn retell(self: &Arc<Shared>, connection: &Connection, seq: u64) -> Option<Flight> {
+        let mut flight = {
+            let mut state = self.state.lock();
+            let mut op = state.ledger.op(seq)?.clone();
+            let made = state.ledger.made(seq);
+            let ticket = state.leases.begin();
+            let (generation, envelope) = (state.generation, state.envelope());
+            drop(state);
+            let route = Route { connection: connection.clone(), generation, ticket, envelope };
+            self.replay(seq, route, &mut op, made)
         };
-        drop(state);
-        Some(self.replay(seq, route, &mut op, made))
+        poll_fn(|cx| {
+            flight.depart(cx);
+            Poll::Ready(())
+        })
+        .await;
+        metrics::counter!(crate::metrics::REPLAYED).increment(1);
+        Some(flight)
     }
 
     /// Waits for the answer to a change told again; false if it has to be told once more.

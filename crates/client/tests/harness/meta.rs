@@ -197,13 +197,11 @@ impl State {
         } else if self.forgot && request.session != SessionId(0) {
             Err(Fault::new(Code::NoSession, "session 7 is not known"))
         } else if request.seq > 0 {
-            if self.reclaim {
-                Err(Code::Grace.into())
-            } else {
-                let (result, place) = self.change(request);
-                ordered = place;
-                result
-            }
+            let (result, place) = self.change(request);
+            ordered = place;
+            result
+        } else if self.reclaim && matches!(request.op, Op::Lookup { .. } | Op::GetAttr { .. }) {
+            Err(Code::Grace.into())
         } else {
             self.ask(request, &mut grants)?
         };

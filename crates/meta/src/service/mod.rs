@@ -73,16 +73,27 @@ pub(crate) struct State {
     pub cluster: ClusterCounters,
     pub waiters: Vec<Waiter>,
     pub chores: VecDeque<Chore>,
-    /// After a restart: until then, or until all sessions have reported, nothing that could conflict is served.
-    pub grace: Option<Instant>,
+    /// After a restart, until all sessions have reported: nothing is served but what they report.
+    pub grace: Option<Grace>,
     /// When a batch's time was last noted.
     pub noted: Option<Instant>,
+    /// When the upkeep last came by.
+    pub ticked: Option<Instant>,
     /// The lead was in doubt at the last tick: nobody could be heard meanwhile.
     pub deaf: bool,
     pub deleted: u64,
     pub check: Option<crate::check::Run>,
     pub dumps: crate::dumps::Dumps,
     pub stopped: bool,
+}
+
+/// How long sessions are waited for after a restart.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grace {
+    /// Until then for all of them.
+    pub earliest: Instant,
+    /// Until then for those that have much to tell.
+    pub latest: Instant,
 }
 
 /// Work that is done in bounded pieces beside the requests.
@@ -116,6 +127,8 @@ struct Hold<'a> {
     lock: Option<u64>,
     listen_until: Option<Instant>,
     counted: bool,
+    /// A change that is told again and that others wait behind.
+    held_up: Option<u64>,
 }
 
 impl Drop for Hold<'_> {
@@ -141,6 +154,10 @@ impl Drop for Hold<'_> {
             && let Some(session) = state.sessions.get_mut(&self.session)
         {
             session.waiting = session.waiting.saturating_sub(1);
+            if let Some(seq) = self.held_up {
+                session.held_up.remove(&seq);
+                state.signals.wake(Topic::Turn(self.session));
+            }
         }
     }
 }
@@ -156,6 +173,7 @@ impl Meta {
             lock: None,
             listen_until: None,
             counted: false,
+            held_up: None,
         };
         let mut reply = match self.lead().await {
             Ok(()) => self.decided(&request, &mut hold).await,
@@ -238,13 +256,18 @@ impl Meta {
             return Err(Fault::new(Code::NotLeader, "the metadata service stops"));
         }
         if let Some(done) = self.admin(state, &request.op, now)? {
-            return Ok(Step::Reply(self.reply(state, request.session, Ok(done), Seq(0), Vec::new())));
+            // A new session learns its lease epoch with its number.
+            let session = if let Done::Session(info) = &done { info.session } else { request.session };
+            return Ok(Step::Reply(self.reply(state, session, Ok(done), Seq(0), Vec::new())));
         }
         let volume = self.admit(state, request, now)?;
         if let Some(step) = self.session_op(state, request, hold, volume, now)? {
             return Ok(step);
         }
         if let Some(step) = self.replayed(state, request)? {
+            return Ok(step);
+        }
+        if let Some(step) = self.in_turn(state, request, hold, now)? {
             return Ok(step);
         }
         if let Op::Lock { ino, lock, wait } = &request.op {
@@ -400,13 +423,20 @@ impl Meta {
             if conflicts.is_empty() {
                 continue;
             }
+            if state.grace.is_some() {
+                return Err(Fault::new(Code::Grace, "others hold what this change would have to recall"));
+            }
             let names: Vec<_> = against.name.iter().map(|name| name.clone().into()).collect();
             let ends = self.send_recalls(state, &conflicts, &names);
             until = until.into_iter().chain(ends).min();
             topics.push(Topic::Lease(node));
             self.take_ticket(state, hold, node)?;
         }
-        Ok((!topics.is_empty()).then(|| Step::Wait(state.signals.register(&topics, until))))
+        if topics.is_empty() {
+            return Ok(None);
+        }
+        self.hold_up(state, request, hold)?;
+        Ok(Some(Step::Wait(state.signals.register(&topics, until))))
     }
 
     /// The same for a data lease on one file.

@@ -14,7 +14,7 @@ use torchfs_proto::{Ino, Seq, SessionId, VolumeId, key};
 use super::replay::load_outcomes;
 use super::sessions::{Session, load_ranges};
 use super::signals::{Board, Signals};
-use super::{Chore, Meta, State};
+use super::{Chore, Grace, Meta, State};
 use crate::config::Config;
 use crate::dumps::Dumps;
 use crate::error::Error;
@@ -62,7 +62,8 @@ impl Meta {
             view.frees = true;
             engine.order(view.into_batch())?;
         }
-        let grace = (!sessions.is_empty()).then(|| now + config.lease_term());
+        let grace = (!sessions.is_empty())
+            .then(|| Grace { earliest: now + config.lease_term(), latest: now + config.session_term() });
         if !sessions.is_empty() {
             tracing::info!(sessions = sessions.len(), "waiting for sessions to report what they hold");
         }
@@ -87,6 +88,7 @@ impl Meta {
             chores,
             grace,
             noted: None,
+            ticked: None,
             deaf: false,
             deleted: 0,
             check: None,

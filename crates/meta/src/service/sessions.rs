@@ -34,8 +34,12 @@ pub(crate) struct Session {
     pub epoch: u32,
     pub began: Time,
     pub renewed: Instant,
-    /// It told what it holds, or it began after the last start.
+    /// It told what it holds and what was answered to it, or it began after the last start.
     pub reported: bool,
+    /// When it last told something of that.
+    pub telling: Option<Instant>,
+    /// Changes told again that wait, with those that wait behind them: they happen in the order of their sequences.
+    pub held_up: BTreeSet<u64>,
     pub ranges: Vec<IdRange>,
     /// Results that are stored.
     pub outcomes: BTreeSet<(u64, u32)>,
@@ -61,6 +65,8 @@ impl Session {
             began: record.began,
             renewed: now,
             reported,
+            telling: None,
+            held_up: BTreeSet::new(),
             ranges: Vec::new(),
             outcomes: BTreeSet::new(),
             watermark: 0,
@@ -127,9 +133,7 @@ impl Meta {
 
     /// Whether the session may ask for this now; answers its volume.
     pub(super) fn admit(&self, state: &mut State, request: &Request, now: Instant) -> Result<VolumeId> {
-        if state.grace.is_some_and(|grace| now >= grace) {
-            self.end_grace(state, "not all sessions reported in time");
-        }
+        self.look_at_grace(state, now);
         let grace = state.grace.is_some();
         let Some(session) = state.sessions.get_mut(&request.session) else {
             return Err(Fault::new(Code::NoSession, format!("session {} is not known", request.session))
@@ -143,11 +147,18 @@ impl Meta {
             request.op,
             Op::ResumeSession | Op::Reclaim { .. } | Op::Renew | Op::CloseSession | Op::Listen { .. }
         );
-        if !always && !session.reported {
-            return Err(Fault::new(
-                Code::Grace,
-                "the metadata service started anew: report first what is held",
-            ));
+        if !session.reported {
+            let again = session.telling.is_some() && request.seq > 0;
+            if !always && !again {
+                return Err(Fault::new(
+                    Code::Grace,
+                    "the metadata service started anew: report first what is held",
+                ));
+            }
+            session.telling = Some(now);
+            if again {
+                return Ok(session.volume);
+            }
         }
         let harmless = matches!(request.op, Op::Ack { .. } | Op::Forget { .. } | Op::Sync { .. });
         if grace && !always && !harmless {
@@ -277,14 +288,57 @@ impl Meta {
             session.reported = true;
         }
         state.leases.reported(id);
-        if state.grace.is_some() && state.sessions.values().all(|session| session.reported) {
-            self.end_grace(state, "all sessions reported");
-        }
+        self.look_at_grace(state, self.clock.now());
     }
 
-    fn end_grace(&self, state: &mut State, why: &str) {
+    /// Ends the grace when all sessions have told what they have to tell, or when those that have not are silent.
+    fn look_at_grace(&self, state: &mut State, now: Instant) {
+        let Some(grace) = &state.grace else { return };
+        let term = self.config.lease_term();
+        let mut missing = state.sessions.values().filter(|session| !session.reported).peekable();
+        let why = if missing.peek().is_none() {
+            "all sessions reported"
+        } else if now >= grace.latest
+            || now >= grace.earliest
+                && !missing.any(|session| session.telling.is_some_and(|told| now < told + term))
+        {
+            "not all sessions reported in time"
+        } else {
+            return;
+        };
         state.grace = None;
         tracing::info!("{why}: the metadata service serves");
+    }
+
+    /// A change that is told again waits for those told before it; `None` when it is its turn.
+    pub(super) fn in_turn(
+        &self,
+        state: &mut State,
+        request: &Request,
+        hold: &mut Hold<'_>,
+        now: Instant,
+    ) -> Result<Option<Step>> {
+        let id = request.session;
+        let Some(session) = state.sessions.get(&id) else { return Ok(None) };
+        if session.reported || session.held_up.first().is_none_or(|first| *first >= request.seq) {
+            return Ok(None);
+        }
+        self.hold_up(state, request, hold)?;
+        let until = now + self.config.lease_term();
+        Ok(Some(Step::Wait(state.signals.register(&[Topic::Turn(id)], Some(until)))))
+    }
+
+    /// A change that is told again has to wait: those behind it do, too.
+    pub(super) fn hold_up(&self, state: &mut State, request: &Request, hold: &mut Hold<'_>) -> Result<()> {
+        self.count_waiting(state, hold)?;
+        if let Some(session) = state.sessions.get_mut(&request.session)
+            && !session.reported
+            && request.seq > 0
+        {
+            session.held_up.insert(request.seq);
+            hold.held_up = Some(request.seq);
+        }
+        Ok(())
     }
 
     fn grant_ids(&self, state: &mut State, request: &Request, count: u32, now: Instant) -> Result<Step> {
@@ -377,9 +431,7 @@ impl Meta {
         }
         state.signals.wake(Topic::Events(id));
         state.chores.push_back(Chore::Sweep(volume, Ino(0)));
-        if state.grace.is_some() && state.sessions.values().all(|session| session.reported) {
-            self.end_grace(state, "all sessions reported");
-        }
+        self.look_at_grace(state, now);
         tracing::info!(session = id.0, "a session ends: {why}");
         Ok(())
     }

@@ -22,6 +22,8 @@ pub enum Topic {
     Lease(Node),
     /// There is an event for a session.
     Events(SessionId),
+    /// A change that a session told again is done.
+    Turn(SessionId),
     /// A lock on a file is released.
     Lock(Node),
 }

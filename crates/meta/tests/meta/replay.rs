@@ -228,3 +228,66 @@ fn whatever_anybody_was_told_survives_power_cuts_by_replay() {
         told_is_kept(seed * 1_000);
     }
 }
+
+/// Found by a storm: somebody looked into the folder before the creation of a file was told again, so that it had to wait for
+/// him, and the commit behind it found no file.
+#[test]
+fn nobody_is_served_until_all_have_told_their_changes_again() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    a.file(&world, "kept");
+    world.sync();
+    let request = a.request(make("lost"));
+    let Ok(Done::Made { attr: told, .. }) = world.start(request.clone()).ready().result else { panic!() };
+    let world = world.power_cut(3);
+    for client in [&mut a, &mut b] {
+        client.call(&world, Op::ResumeSession).unwrap();
+    }
+    b.call(&world, Op::Reclaim { leases: vec![], open: vec![], last: true }).unwrap();
+    assert_eq!(b.refused(&world, Op::GetAttr { ino: Ino::ROOT }), Code::Grace);
+    // As long as it tells something, it is waited for, although the term is over.
+    let term = u64::from(world.config.lease_ms);
+    for _ in 0..4 {
+        world.advance_ms(term / 2);
+        a.call(&world, Op::Renew).unwrap();
+        b.call(&world, Op::Renew).unwrap();
+    }
+    assert_eq!(b.refused(&world, Op::GetAttr { ino: Ino::ROOT }), Code::Grace);
+    let again = Request { made: Some(told.ino), ..request };
+    world.start(again).ready().result.unwrap();
+    a.call(&world, Op::Reclaim { leases: vec![], open: vec![], last: true }).unwrap();
+    world.sync();
+    assert_eq!(b.lookup(&world, Ino::ROOT, "lost").map(|attr| attr.ino), Some(told.ino));
+}
+
+/// The same for one that comes too late: others are served, and what it tells again has to wait for them, in its order.
+#[test]
+fn what_is_told_again_late_happens_in_its_order() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    a.file(&world, "kept");
+    world.sync();
+    let made = a.request(make("lost"));
+    let Ok(Done::Made { attr: told, .. }) = world.start(made.clone()).ready().result else { panic!() };
+    let removed = a.request(Op::Unlink { parent: Ino::ROOT, name: raw("lost"), idle: None });
+    world.start(removed.clone()).ready().result.unwrap();
+    let world = world.power_cut(3);
+    b.call(&world, Op::ResumeSession).unwrap();
+    b.call(&world, Op::Reclaim { leases: vec![], open: vec![], last: true }).unwrap();
+    world.advance_ms(u64::from(world.config.lease_ms) * 2);
+    b.renew(&world);
+    assert_eq!(b.names(&world, Ino::ROOT), ["kept"]);
+    assert_eq!(b.lookup(&world, Ino::ROOT, "lost"), None);
+    a.call(&world, Op::ResumeSession).unwrap();
+    let mut making = world.start(Request { made: Some(told.ino), ..made });
+    let mut removing = world.start(removed);
+    assert!(!making.is_ready(), "the other one has to hear of the new name first");
+    assert!(!removing.is_ready(), "there is nothing to remove yet");
+    b.obey(&world, false);
+    making.ready().result.unwrap();
+    b.obey(&world, false);
+    removing.ready().result.unwrap();
+    a.call(&world, Op::Reclaim { leases: vec![], open: vec![], last: true }).unwrap();
+    world.sync();
+    assert_eq!(b.names(&world, Ino::ROOT), ["kept"]);
+}

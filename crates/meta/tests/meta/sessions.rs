@@ -167,3 +167,18 @@ fn the_ranges_of_ended_sessions_are_purged_and_dead_blocks_deleted() {
     assert_eq!((deleted, waiting), (1, 0));
     assert_eq!(world.problems(), Vec::<String>::new());
 }
+
+/// Found by a storm: after a pause of the metadata service all data servers counted as silent, and writers heard that there was
+/// no space.
+#[test]
+fn who_spoke_while_the_service_stood_still_is_not_taken_for_silent() {
+    let world = World::new();
+    let mut a = world.client();
+    let f = a.file(&world, "f");
+    let (session, timeout) = (world.config.session_ms, world.config.server_timeout_ms);
+    world.advance_ms(100);
+    world.stand_still_ms(u64::from(session) + u64::from(timeout) * 2);
+    assert_eq!(a.getattr(&world, f).ino, f, "the session goes on");
+    let servers = world.placement().servers;
+    assert!(servers.iter().all(|server| server.up), "{servers:?}");
+}

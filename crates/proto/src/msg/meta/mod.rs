@@ -255,7 +255,8 @@ pub enum Op {
     /// Go on with a session after a lost connection or a change of leaders.
     #[n(1)]
     ResumeSession,
-    /// After a change of leaders: what this session held; several requests, the last one says so.
+    /// After a change of leaders: what this session held; several requests. Then come the changes that were answered and may be
+    /// lost, and at last one more of these, which says that this was all.
     #[n(2)]
     Reclaim {
         /// (inode, lease bits) held.
@@ -264,7 +265,7 @@ pub enum Op {
         /// Inodes open here.
         #[n(1)]
         open: Vec<Ino>,
-        /// Nothing follows.
+        /// Nothing follows, and all answered changes were told again.
         #[n(2)]
         last: bool,
     },

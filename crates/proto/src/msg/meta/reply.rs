@@ -286,7 +286,8 @@ pub struct SessionInfo {
     /// Layouts and servers.
     #[n(8)]
     pub placement: Placement,
-    /// Leases must be reclaimed: another leader, or this one restarted. Until the last Reclaim nothing else is served.
+    /// Leases must be reclaimed: another leader, or this one restarted. Until the last Reclaim
+    /// nothing else is served but changes that are told again.
     #[n(9)]
     pub reclaim: bool,
     /// Sequences up to this one are ordered already (on resume).
