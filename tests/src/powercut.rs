@@ -53,6 +53,16 @@ impl Disk {
         self.mount_again();
     }
 
+    /// From now on nothing that is written to it comes back, until it thaws; as a disk that hangs.
+    pub fn freeze(&self) {
+        run(Command::new("fsfreeze").arg("--freeze").arg(&self.mount)).ok();
+    }
+
+    /// Everything that waited goes on.
+    pub fn thaw(&self) {
+        run(Command::new("fsfreeze").arg("--unfreeze").arg(&self.mount)).ok();
+    }
+
     /// Puts an empty disk in its place, as a hand in the server room does; the old one goes when nobody has it open any more.
     pub fn replace(&mut self) {
         sys::detach(&self.mount);
@@ -74,6 +84,8 @@ impl Disk {
 
 impl Drop for Disk {
     fn drop(&mut self) {
+        // A process that waits for a frozen disk cannot be killed; one that is not frozen says so.
+        run(Command::new("fsfreeze").arg("--unfreeze").arg(&self.mount));
         sys::detach(&self.mount);
     }
 }

@@ -4,6 +4,9 @@
 //! that repair brings them back from elsewhere onto the others; what it can still read it gives to whoever finds
 //! no other source. A disk waits for nobody else's: each has its readers, its writer and its queues.
 //!
+//! A disk that does not answer (`pulse`) gets nothing new and is not read from, but its pieces count as here, since it may come back;
+//! deletions wait for it. After a while it counts as failed until it answers again.
+//!
 //! # Invariants
 //! - A piece is on one disk. Two have it only after one was away, or full, while it was repaired; the scrub drops one of the two,
 //!   and only after it has read the other.
@@ -15,6 +18,7 @@ use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 use torchfs_proto::disk::Disk;
@@ -24,6 +28,7 @@ use torchfs_proto::{BlockId, ServerId};
 
 use crate::dumps::Dumps;
 use crate::gate::Gate;
+use crate::pulse::{Pulse, Turn, Watched};
 use crate::readers::Readers;
 use crate::store::{self, Stat, Store};
 use crate::{Error, Result};
@@ -52,6 +57,9 @@ pub(crate) struct Settings {
     /// Requests that may wait per session, and in all, at each disk.
     pub waiting_each: usize,
     pub waiting_all: usize,
+    /// A disk that does not answer for so long is silent; for so long, it counts as failed.
+    pub silent_after: Duration,
+    pub silent_max: Duration,
 }
 
 /// One disk in use.
@@ -69,11 +77,18 @@ pub(crate) struct DataDisk {
     pub dumps: Option<Arc<Dumps>>,
     /// The figures when last asked: reports do not wait for a disk.
     last: Mutex<Stat>,
+    pub pulse: Arc<Pulse>,
+    silent_max: Duration,
 }
 
 impl DataDisk {
     /// Opens the store on a disk and starts its threads.
     pub fn open(mut name: DiskName, folder: Folder, settings: &Settings) -> Result<DataDisk> {
+        let pulse = Pulse::new(settings.silent_after);
+        let folder = Folder {
+            disk: Watched::over(folder.disk, &pulse),
+            dumps: folder.dumps.map(|disk| Watched::over(disk, &pulse)),
+        };
         let mut config = settings.store.clone();
         config.disk.clone_from(&name.path);
         let server = config.server;
@@ -102,6 +117,8 @@ impl DataDisk {
             writes: Gate::new(writes, settings.waiting_each, settings.waiting_all),
             free: AtomicU64::new(0),
             last: Mutex::default(),
+            pulse,
+            silent_max: settings.silent_max,
             dumps,
             store,
         };
@@ -109,9 +126,33 @@ impl DataDisk {
         Ok(disk)
     }
 
-    /// Whether it takes changes.
+    /// Whether it takes changes and gives what it has.
     pub fn works(&self) -> bool {
-        self.store.failure().is_none()
+        self.store.failure().is_none() && self.pulse.silence().is_none()
+    }
+
+    /// Whether what is on it counts as here: it works, or may soon do so again.
+    pub fn counts(&self) -> bool {
+        let lost = |silence: Duration| silence >= self.silent_max;
+        self.store.failure().is_none() && !self.pulse.silence().is_some_and(lost)
+    }
+
+    /// The error of whoever needs it while it does not answer.
+    pub fn silent(&self, server: ServerId) -> Option<Error> {
+        let seconds = self.pulse.silence()?.as_secs();
+        Some(Error::Silent { server, disk: self.name.path.clone(), seconds })
+    }
+
+    /// Looks whether it answers; the log hears when that changes.
+    pub fn look(&self, server: ServerId) {
+        let disk = &self.name.path;
+        match self.pulse.look() {
+            Some(Turn::Silent) => {
+                tracing::error!(%server, disk, "the disk does not answer; it gets nothing new until it does");
+            }
+            Some(Turn::Back) => tracing::info!(%server, disk, "the disk answers again"),
+            None => {}
+        }
     }
 
     /// Asks the store for its figures anew.
@@ -128,8 +169,26 @@ impl DataDisk {
             return DiskInfo { id, path, failed: true, fault: fault.to_owned(), ..DiskInfo::default() };
         }
         let Stat { total, free, used, pieces, fs, fs_free, fs_share, .. } = *self.last.lock();
-        let (failed, fault) = (false, String::new());
-        DiskInfo { id, path, total, free, used, pieces, failed, fault, fs, fs_free, fs_share }
+        let Some(silence) = self.pulse.silence() else {
+            let (failed, fault, silent_ms) = (false, String::new(), None);
+            return DiskInfo {
+                id,
+                path,
+                total,
+                free,
+                used,
+                pieces,
+                failed,
+                fault,
+                fs,
+                fs_free,
+                fs_share,
+                silent_ms,
+            };
+        };
+        let fault = format!("it has not answered for {} s", silence.as_secs());
+        let silent_ms = Some(silence.as_millis() as u64);
+        DiskInfo { id, path, used, pieces, failed: !self.counts(), fault, silent_ms, ..DiskInfo::default() }
     }
 }
 
@@ -192,9 +251,9 @@ impl Disks {
             .ok_or(Error::Gone { block, piece, server: self.server })
     }
 
-    /// Whether a disk that works has the piece, whole as far as is known.
+    /// Whether the piece is here, whole as far as is known.
     pub fn has(&self, block: BlockId, piece: u8) -> bool {
-        self.all().iter().any(|disk| disk.works() && disk.store.has(block, piece))
+        self.all().iter().any(|disk| disk.counts() && disk.store.has(block, piece))
     }
 
     /// Chooses the disk for a piece; one that has it already, else by free space. `not` are disks that refused it.
@@ -225,6 +284,17 @@ impl Disks {
         working.filter_map(|disk| Some((disk.clone(), disk.dumps.clone()?))).collect()
     }
 
+    /// The disks that a deletion has to reach: all that count. An error if one of them does not answer, or if there is none.
+    pub fn changeable(&self) -> Result<Vec<Arc<DataDisk>>> {
+        let all = self.all();
+        let counting: Vec<_> = all.iter().filter(|disk| disk.counts()).cloned().collect();
+        match counting.iter().find_map(|disk| disk.silent(self.server)) {
+            Some(silent) => Err(silent),
+            None if counting.is_empty() => Err(self.no_disk()),
+            None => Ok(counting),
+        }
+    }
+
     /// The disks that take changes; an error if none is left.
     pub fn working(&self) -> Result<Vec<Arc<DataDisk>>> {
         let working: Vec<_> = self.all().iter().filter(|disk| disk.works()).cloned().collect();
@@ -233,16 +303,19 @@ impl Disks {
 
     fn no_disk(&self) -> Error {
         let all = self.all();
+        if let Some(silent) = all.iter().find_map(|disk| disk.silent(self.server)) {
+            return silent;
+        }
         let why = all.iter().find_map(|disk| disk.store.failure().map(str::to_owned));
         let why = why.or_else(|| self.lost.lock().first().map(|lost| lost.why.clone()));
         Error::Latched { server: self.server, why: why.unwrap_or_else(|| "it has none".to_owned()) }
     }
 
-    /// Pieces after the given one on disks that work, in the order of ids, at most so many.
+    /// Pieces after the given one on disks that count, in the order of ids, at most so many.
     pub fn list(&self, after: Option<(BlockId, u8)>, limit: usize) -> Vec<PieceInfo> {
         let all = self.all();
         let mut pieces: Vec<PieceInfo> = Vec::new();
-        for disk in all.iter().filter(|disk| disk.works()) {
+        for disk in all.iter().filter(|disk| disk.counts()) {
             pieces.extend(disk.store.list(after, limit));
         }
         pieces.sort_by_key(|piece| (piece.block, piece.piece));

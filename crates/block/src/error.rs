@@ -74,6 +74,16 @@ pub enum Error {
         /// The first failure.
         why: String,
     },
+    /// The disk does not answer; it may come back.
+    #[error("the disk {disk} of server {server} has not answered for {seconds} s")]
+    Silent {
+        /// This server.
+        server: ServerId,
+        /// The disk's folder.
+        disk: String,
+        /// How long by now.
+        seconds: u64,
+    },
     /// The files are of another cluster or of a newer version.
     #[error("server {server} cannot use its folder: {why}")]
     Foreign {
@@ -114,6 +124,7 @@ impl From<Error> for Fault {
             Error::NoSpace { .. } => (Code::NoSpace, "delete files or add a server"),
             Error::Io { .. } => (Code::Io, "check the server's disk"),
             Error::Latched { .. } => (Code::Io, "check the server's disk, then restart the server"),
+            Error::Silent { .. } => (Code::Unreachable, "check the server's disk"),
             Error::Foreign { .. } => (Code::Version, "use another folder or the version that wrote this one"),
             Error::Busy { .. } => (Code::Busy, ""),
             Error::Overloaded { .. } => (Code::Overloaded, ""),

@@ -2,7 +2,7 @@
 //!
 //! [`store`] keeps pieces of blocks on one disk; `disks` are all of a server's. The server answers the requests of
 //! `proto::msg::block` with them: clients take turns at each disk (`fair`, `gate`), `repair` pulls pieces from other servers, and
-//! `scrub` looks for what rots.
+//! `scrub` looks for what rots, and `pulse` whether a disk answers at all.
 //!
 //! # Invariants
 //! - A put is acknowledged when it is durable; a deleted piece stays deleted once that is acknowledged.
@@ -20,6 +20,7 @@ mod fair;
 mod gate;
 mod metrics;
 mod promise;
+mod pulse;
 mod readers;
 mod repair;
 mod scrub;

@@ -6,7 +6,7 @@
 //!
 //! # Invariants
 //! - The scrub waits while clients wait for the disk, but never for longer than a second per piece.
-//! - A disk that does not answer holds up its own thread only.
+//! - A disk that does not answer holds up its own thread only. One more thread sees that, and waits for no disk.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -26,11 +26,14 @@ const LIST: usize = 256;
 /// How long a piece waits for clients at most, and how often it looks.
 const GIVE_WAY: Duration = Duration::from_secs(1);
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
+/// How often the clocks of calls are looked at.
+const LOOK_AT_PULSE: Duration = Duration::from_millis(250);
 
 /// The threads.
 pub(crate) struct Watch {
     shared: Arc<Shared>,
-    threads: Mutex<Vec<(u64, JoinHandle<()>)>>,
+    /// By disk; the one that looks at clocks has none.
+    threads: Mutex<Vec<(Option<u64>, JoinHandle<()>)>>,
 }
 
 struct Shared {
@@ -44,6 +47,17 @@ impl Watch {
     pub fn start(disks: &Arc<Disks>, config: &Config) -> Result<Watch> {
         let shared = Shared { config: config.clone(), stopping: Mutex::new(false), stop: Condvar::new() };
         let watch = Watch { shared: Arc::new(shared), threads: Mutex::default() };
+        let (shared, all, server) = (watch.shared.clone(), disks.clone(), config.store.server);
+        let look = move || {
+            while !shared.wait(LOOK_AT_PULSE) {
+                all.all().iter().for_each(|disk| disk.look(server));
+            }
+        };
+        let thread =
+            std::thread::Builder::new().name(format!("block-pulse-{server}")).spawn(look).map_err(|e| {
+                Error::Io { server, what: "start the watch of its disks' pulse", why: e.to_string() }
+            })?;
+        watch.threads.lock().push((None, thread));
         watch.look_for_disks(disks)?;
         Ok(watch)
     }
@@ -53,7 +67,7 @@ impl Watch {
         let server = self.shared.config.store.server;
         let mut threads = self.threads.lock();
         for disk in disks.all().iter() {
-            if threads.iter().any(|(id, _)| *id == disk.name.id) {
+            if threads.iter().any(|(id, _)| *id == Some(disk.name.id)) {
                 continue;
             }
             let (shared, disks, watched) = (self.shared.clone(), disks.clone(), disk.clone());
@@ -61,7 +75,7 @@ impl Watch {
                 .name(format!("block-watch-{server}"))
                 .spawn(move || shared.watch(&disks, &watched))
                 .map_err(|e| Error::Io { server, what: "start a disk's watch", why: e.to_string() })?;
-            threads.push((disk.name.id, thread));
+            threads.push((Some(disk.name.id), thread));
         }
         Ok(())
     }
@@ -85,7 +99,7 @@ impl Shared {
         let mut scrub = Scrub::new(disks, disk, &self.config);
         let mut probed = Instant::now();
         let tick = self.config.watch_every.min(Duration::from_secs(1));
-        while disk.works() && !self.wait(tick) {
+        while disk.store.failure().is_none() && !self.wait(tick) {
             if probed.elapsed() >= self.config.watch_every {
                 probed = Instant::now();
                 disk.store.probe();

@@ -8,12 +8,14 @@
 //! - A put's checksums are verified before it is written: what is acknowledged is what the writer meant.
 //! - A request that was handed on is finished even if its caller is gone.
 //! - A put under an older placement than this server knows of is refused.
+//! - Nobody waits for a disk that does not answer (`pulse`).
 
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use futures_util::future::{Either, select};
 use torchfs_client::Connector;
 use torchfs_disk::LocalDisk;
 use torchfs_proto::disk::Disk;
@@ -71,6 +73,10 @@ pub struct Config {
     pub scrub_every: Duration,
     /// How often each disk is looked after.
     pub watch_every: Duration,
+    /// A disk that does not answer for so long gets nothing new until it does.
+    pub silent_after: Duration,
+    /// After so long its pieces count as lost, until it answers.
+    pub silent_max: Duration,
 }
 
 impl Default for Config {
@@ -87,6 +93,8 @@ impl Default for Config {
             scrub_rate: 4 << 20,
             scrub_every: Duration::from_secs(7 * 24 * 3600),
             watch_every: Duration::from_secs(2),
+            silent_after: Duration::from_secs(15),
+            silent_max: Duration::from_secs(600),
         }
     }
 }
@@ -287,7 +295,9 @@ impl BlockServer {
             let what = format!("data server {} keeps no dumps", self.server);
             return Err(Fault::new(Code::Unsupported, what));
         };
-        let place = self.pass(&disk.reads, Flow::Background, 1, payload.len() as u64).await?;
+        let place = self
+            .unless_silent(&disk, self.pass(&disk.reads, Flow::Background, 1, payload.len() as u64))
+            .await??;
         let work = move || {
             let _place = place;
             let each = all.iter().map(|(_, dumps)| dumps);
@@ -313,7 +323,8 @@ impl BlockServer {
                 }
             }
         };
-        let (reply, part) = disk.readers.run(work).await.ok_or_else(|| self.closed())??;
+        let done = self.unless_silent(&disk, disk.readers.run(work)).await?;
+        let (reply, part) = done.ok_or_else(|| self.closed())??;
         let answer = Answer::new(msg::encode(&reply));
         Ok(if part.is_empty() { answer } else { answer.payload(Bytes::from(part)) })
     }
@@ -331,15 +342,28 @@ impl BlockServer {
                 Err(error) => return Err(last.unwrap_or(error).into()),
             };
             let disk = placed.disk.clone();
-            let place = self.pass(&disk.writes, flow, len, len).await?;
-            if !checked {
-                self.check(&disk, &piece).await?;
-                checked = true;
-            }
-            let result = hand_on(place, |done| disk.store.submit_put(piece.clone(), done)).await;
-            match result.unwrap_or(Err(Error::Closed { server: self.server })) {
+            let store = async {
+                let place = self.pass(&disk.writes, flow, len, len).await?;
+                if !checked {
+                    self.check(&disk, &piece).await?;
+                    checked = true;
+                }
+                let result = hand_on(place, |done| disk.store.submit_put(piece.clone(), done)).await;
+                Ok::<_, Fault>(result.unwrap_or(Err(Error::Closed { server: self.server })))
+            };
+            // What a disk that does not answer was given may still be stored later: the same bytes, so that does no harm.
+            let result = match self.unless_silent(&disk, store).await {
+                Ok(result) => result?,
+                Err(silent) => Err(silent),
+            };
+            match result {
                 Ok(()) => return Ok(()),
-                Err(error @ (Error::NoSpace { .. } | Error::Io { .. } | Error::Latched { .. })) => {
+                Err(
+                    error @ (Error::NoSpace { .. }
+                    | Error::Io { .. }
+                    | Error::Latched { .. }
+                    | Error::Silent { .. }),
+                ) => {
                     refused.push(disk.name.id);
                     last.get_or_insert(error);
                 }
@@ -359,6 +383,9 @@ impl BlockServer {
     ) -> Result<Found, Fault> {
         let range = u32::from(first)..u32::from(first) + u32::from(count);
         let disk = self.disks.find(block, piece)?;
+        if let Some(silent) = disk.silent(self.server) {
+            return Err(silent.into());
+        }
         // Bytes of a failed disk are read before they are promised: a send that breaks off ends the connection.
         if disk.works()
             && let Some(found) = disk.store.get_now(block, piece, range.clone())?
@@ -367,31 +394,45 @@ impl BlockServer {
         }
         let cost = u64::from(count) << 16;
         let cost = disk.store.stored(block, piece).map_or(cost, |stored| cost.min(u64::from(stored)));
-        let place = self.pass(&disk.reads, flow, 1, cost).await?;
-        let store = disk.store.clone();
-        let load = move || {
-            let found = store.load(block, piece, range);
-            drop(place);
-            found
+        let read = async {
+            let place = self.pass(&disk.reads, flow, 1, cost).await?;
+            let store = disk.store.clone();
+            let load = move || {
+                let found = store.load(block, piece, range);
+                drop(place);
+                found
+            };
+            Ok(disk.readers.run(load).await.ok_or_else(|| self.closed())??)
         };
-        Ok(disk.readers.run(load).await.ok_or_else(|| self.closed())??)
+        self.unless_silent(&disk, read).await?
     }
 
     /// Reads a piece and checks all of it, when background work has its turn; its stored bytes.
     pub(crate) async fn verify(&self, block: BlockId, piece: u8) -> Result<u64, Fault> {
         let disk = self.disks.find(block, piece)?;
         let cost = disk.store.stored(block, piece).unwrap_or(0);
-        let place = self.pass(&disk.reads, Flow::Background, 1, u64::from(cost)).await?;
-        let store = disk.store.clone();
-        let verify = move || {
-            let verified = store.verify(block, piece);
-            drop(place);
-            verified
+        let read = async {
+            let place = self.pass(&disk.reads, Flow::Background, 1, u64::from(cost)).await?;
+            let store = disk.store.clone();
+            let verify = move || {
+                let verified = store.verify(block, piece);
+                drop(place);
+                verified
+            };
+            Ok(disk.readers.run(verify).await.ok_or_else(|| self.closed())??)
         };
-        Ok(disk.readers.run(verify).await.ok_or_else(|| self.closed())??)
+        self.unless_silent(&disk, read).await?
     }
 
-    /// Hands a deletion to the writer of every disk that works, and waits for all of them.
+    /// Waits for a disk, but not for one that does not answer.
+    async fn unless_silent<T>(&self, disk: &DataDisk, wait: impl Future<Output = T>) -> Result<T> {
+        match select(std::pin::pin!(wait), disk.pulse.until_silent()).await {
+            Either::Left((result, _)) => Ok(result),
+            Either::Right(_) => Err(disk.silent(self.server).unwrap_or_else(|| self.closed())),
+        }
+    }
+
+    /// Hands a deletion to the writer of every disk that counts, and waits for all of them.
     async fn change(
         &self,
         flow: Flow,
@@ -399,16 +440,17 @@ impl BlockServer {
         submit: impl Fn(&Store, Done<u64>) -> Result<()>,
     ) -> Result<(), Fault> {
         let mut waiting = Vec::new();
-        for disk in self.disks.working()? {
-            let place = self.pass(&disk.writes, flow, bytes, bytes).await?;
+        for disk in self.disks.changeable()? {
+            let place = self.unless_silent(&disk, self.pass(&disk.writes, flow, bytes, bytes)).await??;
             waiting.push((disk.clone(), hand_on(place, |done| submit(&disk.store, done))));
         }
         let mut failed = None;
         for (disk, result) in waiting {
-            match result.await.unwrap_or(Err(Error::Closed { server: self.server })) {
+            let result = self.unless_silent(&disk, result).await?;
+            match result.unwrap_or(Err(Error::Closed { server: self.server })) {
                 Ok(_) => {}
                 // It failed just now and is out: what it holds does not count any more.
-                Err(error) if !disk.works() => {
+                Err(error) if !disk.counts() => {
                     failed.get_or_insert((true, error));
                 }
                 Err(error) => failed = Some((false, error)),
@@ -532,6 +574,8 @@ fn settings(config: &Config) -> Settings {
         readers: config.readers,
         waiting_each: config.waiting_each,
         waiting_all: config.waiting_all,
+        silent_after: config.silent_after,
+        silent_max: config.silent_max,
     }
 }
 

@@ -2,7 +2,8 @@
 //!
 //! A server is recognised by the number that its store drew when made, so it keeps its identity when it comes back under
 //! another address. It is up while it is heard; suspected when a heartbeat is overdue; down when it is silent for longer, so that
-//! writers choose substitutes; and out when it is down for so long that its groups move to others.
+//! writers choose substitutes; and out when it is down for so long that its groups move to others. One that speaks but has no disk that
+//! works is down too: a disk that hangs lets heartbeats through.
 //!
 //! # Invariants
 //! - Up, down and out are records; figures and suspicion are not.
@@ -115,7 +116,9 @@ impl Members {
         });
         record.addr = beat.addr.clone();
         record.zone = beat.zone.clone();
-        match beat.leaving {
+        // Without a disk it is of no use, though it speaks.
+        let idle = !beat.disks.is_empty() && !beat.disks.iter().any(DiskInfo::works);
+        match beat.leaving || idle {
             true if record.state < ServerState::Down => {
                 (record.state, record.down_since) = (ServerState::Down, Some(wall));
             }

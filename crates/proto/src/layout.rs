@@ -238,6 +238,16 @@ pub struct DiskInfo {
     #[n(10)]
     #[cbor(default)]
     pub fs_share: u64,
+    /// It has not answered for so many milliseconds: it gets nothing new, and is used again when it answers.
+    #[n(11)]
+    pub silent_ms: Option<u64>,
+}
+
+impl DiskInfo {
+    /// Whether pieces can be put on it and read from it.
+    pub fn works(&self) -> bool {
+        !self.failed && self.silent_ms.is_none()
+    }
 }
 
 /// Bytes that disks have together.
@@ -257,7 +267,7 @@ impl Room {
         let mut room = Room::default();
         // By file system: what is left of it, and how much of that was added up.
         let mut shared: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
-        for disk in disks.into_iter().filter(|disk| !disk.failed) {
+        for disk in disks.into_iter().filter(|disk| disk.works()) {
             room.total = room.total.saturating_add(disk.total);
             room.free = room.free.saturating_add(disk.free);
             room.used = room.used.saturating_add(disk.used);
@@ -411,6 +421,8 @@ mod tests {
         // Together they may take less than it has.
         let bounded = DiskInfo { total: 45, free: 40, fs_share: 30, ..disk(7) };
         assert_eq!(Room::of(&[bounded.clone(), bounded]), Room { total: 90, free: 80, used: 10 });
+        let silent = DiskInfo { silent_ms: Some(20_000), ..disk(7) };
+        assert_eq!(Room::of(&[disk(7), silent]), Room { total: 115, free: 110, used: 5 });
         let failed = DiskInfo { failed: true, ..disk(7) };
         assert_eq!(Room::of(&[disk(7), failed]), Room { total: 115, free: 110, used: 5 });
     }

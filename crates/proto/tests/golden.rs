@@ -377,6 +377,13 @@ fn admin_requests(golden: &mut Golden) {
     let bad = meta::BadPiece { block: new_block().id, piece: 1, server: ServerId(4) };
     for (label, op) in [
         ("commit_with_servers", Op::Commit(commit)),
+        (
+            "heartbeat_with_silent_disk",
+            Op::Heartbeat(meta::Heartbeat {
+                disks: vec![DiskInfo { silent_ms: Some(16_000), ..disk() }],
+                ..heartbeat.clone()
+            }),
+        ),
         ("heartbeat_with_disks", Op::Heartbeat(heartbeat)),
         (
             "set_policy",
@@ -600,6 +607,7 @@ fn disk() -> DiskInfo {
         fs: 9,
         fs_free: 2,
         fs_share: 1,
+        silent_ms: None,
     }
 }
 

@@ -119,11 +119,19 @@ fn show(servers: &[ServerInfo], repair: &RepairReport) {
     ];
     print!("{}", print::table(&headings, &rows));
     for server in servers {
-        for disk in server.disks.iter().filter(|disk| disk.failed) {
-            println!(
-                "! disk {} of server {} failed: {}; its pieces are made again elsewhere, replace it when convenient",
-                disk.path, server.id, disk.fault
-            );
+        for disk in server.disks.iter().filter(|disk| !disk.works()) {
+            let (path, fault) = (&disk.path, &disk.fault);
+            match disk.silent_ms {
+                Some(_) => println!(
+                    "! disk {path} of server {} hangs: {fault}; others take its place, it is used again when it answers",
+                    server.id
+                ),
+                None => println!(
+                    "! disk {path} of server {} failed: {fault}; its pieces are made again elsewhere, replace it when \
+                     convenient",
+                    server.id
+                ),
+            }
         }
     }
     for drain in repair.drains.iter().filter(|drain| drain.groups > 0) {
@@ -162,7 +170,7 @@ fn describe(server: &ServerInfo) -> Value {
         .iter()
         .map(|d| {
             json!({"path": d.path, "total": d.total, "free": d.free, "used": d.used, "pieces": d.pieces, "fs": d.fs,
-                   "failed": d.failed, "fault": d.fault})
+                   "failed": d.failed, "fault": d.fault, "silent_ms": d.silent_ms})
         })
         .collect();
     json!({

@@ -41,6 +41,10 @@ pub struct DataOptions {
     /// Look after each disk this often
     #[arg(long, default_value = "2s", value_parser = settings::duration, value_name = "TIME", hide = true)]
     watch_every: Duration,
+
+    /// A disk that does not answer for this long gets nothing new until it does; others take its place
+    #[arg(long, default_value = "15s", value_parser = settings::duration, value_name = "TIME")]
+    silent_after: Duration,
 }
 
 /// How often the places of lost disks are looked at for new ones.
@@ -120,6 +124,7 @@ impl Data {
             scrub_rate: options.scrub_rate,
             scrub_every: options.scrub_every,
             watch_every: options.watch_every,
+            silent_after: options.silent_after,
             ..Config::default()
         };
         let connector = cluster.connector(Role::Data);
@@ -198,7 +203,12 @@ impl Reports for Reporter {
 async fn replace_lost(server: Arc<BlockServer>, mut identity: Identity) {
     loop {
         tokio::time::sleep(REPLACE_EVERY).await;
-        let lost: Vec<String> = server.disks().into_iter().filter(|d| d.failed).map(|d| d.path).collect();
+        let lost: Vec<String> = server
+            .disks()
+            .into_iter()
+            .filter(|d| d.failed && d.silent_ms.is_none())
+            .map(|d| d.path)
+            .collect();
         if lost.is_empty() {
             continue;
         }

@@ -170,9 +170,10 @@ impl Meta {
             warnings.push(format!("data server {} at {} is {}", server.id, server.addr, server.state));
         }
         for server in servers {
-            for disk in server.disks.iter().filter(|disk| disk.failed) {
+            for disk in server.disks.iter().filter(|disk| !disk.works()) {
                 let (path, fault) = (&disk.path, &disk.fault);
-                warnings.push(format!("disk {path} of data server {} failed: {fault}", server.id));
+                let what = if disk.silent_ms.is_some() { "hangs" } else { "failed" };
+                warnings.push(format!("disk {path} of data server {} {what}: {fault}", server.id));
             }
         }
         if repair.lost > 0 {

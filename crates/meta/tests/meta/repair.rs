@@ -404,6 +404,41 @@ fn a_lost_disk_is_filled_again() {
 }
 
 #[test]
+fn a_server_that_speaks_but_has_no_disk_that_works_is_down_until_it_has() {
+    let world = world("replicas:2");
+    let _servers = Servers::join(&world, 3);
+    let beat = |silent: &[bool]| {
+        let disk = |(id, silent): (u64, &bool)| torchfs_proto::layout::DiskInfo {
+            id,
+            path: format!("/disk{id}"),
+            silent_ms: silent.then_some(16_000),
+            fault: "it has not answered for 16 s".into(),
+            ..Default::default()
+        };
+        let disks = (7..).zip(silent).map(disk).collect();
+        world.admin(Op::Heartbeat(Heartbeat {
+            store: 2,
+            addr: addr(2),
+            total: 1 << 40,
+            placement: 1,
+            disks,
+            ..Heartbeat::default()
+        }));
+        let Done::Status(status) = world.admin(Op::Status) else { panic!() };
+        let server = status.servers.iter().find(|server| server.addr == addr(2)).unwrap().clone();
+        (server.up, status.warnings.iter().filter(|warning| warning.contains("hangs")).count())
+    };
+    assert_eq!(beat(&[false, false]), (true, 0));
+    let dirty = world.repair_report().dirty;
+    assert_eq!(beat(&[false, true]), (true, 1), "one of two hangs");
+    assert_eq!(world.repair_report().dirty, dirty, "its pieces count as there");
+    assert_eq!(beat(&[true, true]), (false, 2));
+    assert_eq!(beat(&[true, true]), (false, 2));
+    assert_eq!(beat(&[false, true]), (true, 1));
+    assert_eq!(beat(&[false, false]), (true, 0));
+}
+
+#[test]
 fn a_block_with_too_few_pieces_is_named_and_healed_when_a_server_returns() {
     let world = world("replicas:2");
     let servers = Servers::join(&world, 4);
