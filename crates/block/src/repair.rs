@@ -127,6 +127,9 @@ impl Repair {
         until: Instant,
     ) -> Result<Reply> {
         let until = before(until);
+        if after.is_none() {
+            server.verify_headers().await?;
+        }
         let list = server.disks.list(after, limit as usize);
         let mut next =
             (list.len() == limit as usize).then(|| list.last().map(|p| (p.block, p.piece))).flatten();

@@ -152,6 +152,9 @@ impl<'a> Scrub<'a> {
         self.budget = self.budget.saturating_add(more).min(more);
         if self.cursor.after.is_none() {
             self.cursor.began_secs = now;
+            if let Err(error) = self.disk.store.verify_headers() {
+                tracing::warn!(disk = self.disk.name.path, %error, "cannot read the headers of all segments");
+            }
         }
         while self.budget > 0 {
             let pieces = self.disk.store.list(self.cursor.after, LIST);

@@ -424,6 +424,24 @@ impl BlockServer {
         self.unless_silent(&disk, read).await?
     }
 
+    /// Reads the headers of all segments, and has those written again that are damaged.
+    pub(crate) async fn verify_headers(&self) -> Result<(), Fault> {
+        for disk in self.disks.all().iter().filter(|disk| disk.works()) {
+            let read = async {
+                let place = self.pass(&disk.reads, Flow::Background, 1, 1 << 20).await?;
+                let store = disk.store.clone();
+                let verify = move || {
+                    let verified = store.verify_headers();
+                    drop(place);
+                    verified
+                };
+                Ok::<_, Fault>(disk.readers.run(verify).await.ok_or_else(|| self.closed())??)
+            };
+            self.unless_silent(disk, read).await??;
+        }
+        Ok(())
+    }
+
     /// Waits for a disk, but not for one that does not answer.
     async fn unless_silent<T>(&self, disk: &DataDisk, wait: impl Future<Output = T>) -> Result<T> {
         match select(std::pin::pin!(wait), disk.pulse.until_silent()).await {

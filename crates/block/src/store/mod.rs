@@ -214,6 +214,8 @@ impl Drop for Store {
 enum Op {
     Put(NewPiece, Done<()>),
     Delete(Dead, Done<u64>),
+    /// Write the segment's header again if it cannot be read; answers whether that was so.
+    Header(u32, Done<bool>),
 }
 
 /// What to delete.
@@ -231,6 +233,7 @@ impl Op {
             Op::Delete(Dead::Blocks(blocks), _) => blocks.len() as u64 * 16 + 256,
             Op::Delete(Dead::Pieces(pieces), _) => pieces.len() as u64 * 24 + 256,
             Op::Delete(Dead::Range(_, keep), _) => keep.len() as u64 * 32 + 256,
+            Op::Header(..) => 256,
         }
     }
 }

@@ -240,6 +240,24 @@ impl Store {
         Ok(payload.len() as u64)
     }
 
+    /// Reads the headers of all segments and has those written again that cannot be read any more: without its header
+    /// nothing in a segment is found at the next start. Answers how many were bad.
+    pub fn verify_headers(&self) -> Result<u64> {
+        let segments: Vec<_> =
+            self.shared.index.read().segments.values().map(|s| (s.header, s.file.clone())).collect();
+        let mut bad = 0;
+        for (header, file) in segments {
+            let whole = header_is_whole(&*file.file, &header);
+            if whole.map_err(|e| self.shared.io("read a segment's header", e))? {
+                continue;
+            }
+            // The writer looks again: it may just have written another one. It may not do so while a range is held.
+            drop(file);
+            bad += u64::from(self.wait(|done| super::Op::Header(header.number, done))?);
+        }
+        Ok(bad)
+    }
+
     /// Whether the piece is here and, as far as is known, whole.
     pub fn has(&self, block: BlockId, piece: u8) -> bool {
         let key = Key::new(block, piece);
@@ -419,4 +437,11 @@ pub(crate) fn check_chunks(
         payload = rest;
     }
     Ok(())
+}
+
+/// Whether the slot that this header was written to still has it.
+pub(super) fn header_is_whole(file: &dyn DiskFile, header: &SegmentHeader) -> std::io::Result<bool> {
+    let mut slot = AlignedBuf::with_len(PAGE as usize);
+    let got = file.read_direct_at(&mut slot, header.revision % 2 * PAGE)?;
+    Ok(SegmentHeader::decode(&slot[..got]).is_ok_and(|found| found == *header))
 }

@@ -368,6 +368,32 @@ fn flipped_bits_are_found_by_verify_and_by_the_reader() {
 }
 
 #[test]
+fn a_damaged_segment_header_is_found_and_written_again() {
+    let disk = SimDisk::new(0);
+    let open = || Store::open(Arc::new(disk.clone()), config()).unwrap();
+    let store = open();
+    for counter in 0..60 {
+        store.put(new_piece(counter, false)).unwrap();
+    }
+    let segments: Vec<u32> = store.shared.index.read().segments.keys().copied().collect();
+    assert!(segments.len() > 1);
+    assert_eq!(store.verify_headers().unwrap(), 0);
+    for number in &segments {
+        let file = disk.open(&super::writer::segment_name(*number)).unwrap();
+        [0, 4096].into_iter().for_each(|slot| file.write_at(&[0xff; 64], slot).unwrap());
+    }
+    // The writer may have written some of them again for reasons of its own.
+    assert!(store.verify_headers().unwrap() > 0);
+    assert_eq!(store.verify_headers().unwrap(), 0);
+    drop(store);
+    // Everything is found at the next start.
+    let store = open();
+    for counter in 0..60 {
+        store.verify(id(counter), (counter % 3) as u8).unwrap();
+    }
+}
+
+#[test]
 fn damage_in_the_middle_loses_that_record_only() {
     let disk = SimDisk::new(0);
     let mut rig = Rig::open(&disk, config()).unwrap();

@@ -15,6 +15,7 @@ use torchfs_rpc::AlignedBuf;
 use super::compact::Emptying;
 use super::format::{DATA, GRAIN, MAX_TOMBS, PAGE, PieceHeader, Record, SegmentHeader, Tomb, Use, What};
 use super::index::{Entry, Held, Key, Segment};
+use super::read::header_is_whole;
 use super::{Dead, Done, NewPiece, Op, Shared};
 use crate::{Error, Result, metrics as names};
 
@@ -85,6 +86,7 @@ impl Writer {
             match op {
                 Op::Put(piece, done) => self.put(&mut batch, piece, done),
                 Op::Delete(dead, done) => self.delete(&mut batch, dead, done),
+                Op::Header(segment, done) => done(self.heal_header(segment)),
             }
         }
         // Those who wait hear of a failure through the batch.
@@ -425,6 +427,26 @@ impl Writer {
             *segment = Segment::new(segment.file.file.clone(), segment.header);
         }
         Ok(())
+    }
+
+    /// Writes the segment's header again, into both slots, if it cannot be read.
+    fn heal_header(&mut self, number: u32) -> Result<bool> {
+        self.shared.check_latch()?;
+        let found = {
+            let index = self.shared.index.read();
+            index.segments.get(&number).map(|s| (s.file.file.clone(), s.header))
+        };
+        let Some((file, header)) = found else { return Ok(false) };
+        let whole = header_is_whole(&*file, &header);
+        if whole.map_err(|e| self.shared.io("read a segment's header", e))? {
+            return Ok(false);
+        }
+        let config = &self.shared.config;
+        tracing::warn!(server = %config.server, disk = config.disk, segment = number, "a segment's header is damaged; it is written again");
+        metrics::counter!(names::CORRUPT).increment(1);
+        self.write_header(number, |_| ())?;
+        self.write_header(number, |_| ())?;
+        Ok(true)
     }
 
     /// Writes a segment's header into the slot that does not hold the current one, durably.
