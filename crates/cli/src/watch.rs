@@ -144,7 +144,11 @@ pub fn describe(report: &RepairReport) -> Value {
     let drains: Vec<Value> = report
         .drains
         .iter()
-        .map(|d| json!({"server": d.server.0, "groups": d.groups, "pieces": d.pieces, "stuck": d.stuck}))
+        .map(|d| {
+            let (pieces, bytes) = d.moved.unwrap_or_default();
+            json!({"server": d.server.0, "groups": d.groups, "pieces": d.pieces, "stuck": d.stuck,
+                   "moved_pieces": pieces, "moved_bytes": bytes})
+        })
         .collect();
     json!({
         "dirty_groups": report.dirty,

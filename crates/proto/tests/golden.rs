@@ -452,7 +452,13 @@ fn admin_replies(golden: &mut Golden) {
         lost: 1,
         lost_blocks: vec![new_block().id],
         auto_rebalance: true,
-        drains: vec![meta::DrainReport { server: ServerId(4), groups: 3, pieces: 100, stuck: 2 }],
+        drains: vec![meta::DrainReport {
+            server: ServerId(4),
+            groups: 3,
+            pieces: 100,
+            stuck: 2,
+            moved: None,
+        }],
         scrub: meta::ScrubReport { running: true, pieces: 1, total: 2, bytes: 3, bad: 4, last_end: 5 },
         dropped: 9,
         degraded: 3,
@@ -463,6 +469,17 @@ fn admin_replies(golden: &mut Golden) {
         ("renewed_with_volume", Done::Renewed { space: 1 << 40, placement: 4, volume: Some(info) }),
         ("volumes", Done::Volumes(vec![volume])),
         ("repair", Done::Repair(repair)),
+        (
+            "repair_with_drain",
+            Done::Repair(meta::RepairReport {
+                drains: vec![meta::DrainReport {
+                    server: ServerId(4),
+                    moved: Some((70, 1 << 20)),
+                    ..Default::default()
+                }],
+                ..Default::default()
+            }),
+        ),
         ("top", Done::Top(vec![top])),
         (
             "strays",

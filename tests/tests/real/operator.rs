@@ -177,7 +177,8 @@ fn a_drain_shows_its_progress_survives_its_command_and_says_when_it_cannot_end()
     let mut watching = drain.stdin(Stdio::null()).stdout(file).spawn().unwrap();
     eventually("a bar", || {
         let seen = fs::read_to_string(&log).unwrap_or_default();
-        let bar = seen.contains("drain of 1") && seen.contains("groups left on it") && seen.contains("/s, ");
+        let bar =
+            seen.contains("drain of 1") && seen.contains("groups left on it, ") && seen.contains("/s, ");
         if bar && seen.contains(" left") { Ok(()) } else { Err(seen) }
     });
     watching.kill().unwrap();
@@ -186,6 +187,7 @@ fn a_drain_shows_its_progress_survives_its_command_and_says_when_it_cannot_end()
     // Another one goes on watching, faster.
     let end = json(&cluster, "drain 1 --rate 0");
     assert_eq!(end["drains"][0]["groups"], 0, "{end}");
+    assert!(end["drains"][0]["moved_bytes"].as_u64() > Some(1 << 20), "{end}");
     says(&cluster, "servers", "drained");
     // Three are left for three copies: the next one cannot be emptied.
     refuses(cluster.torchfs(["drain", "2"]), "drain 2 --stop");
@@ -200,6 +202,8 @@ fn a_drain_shows_its_progress_survives_its_command_and_says_when_it_cannot_end()
 #[test]
 fn fsck_names_the_files_that_are_hurt() {
     let mut cluster = cluster(3, "replicas:1");
+    // What is flipped must not be on its way to another server.
+    cluster.torchfs(["rebalance", "--auto", "off"]).ok();
     cluster.torchfs(["volume", "create", "train"]).ok();
     let broken = Rng::new(70).bytes(300_000);
     {

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use torchfs_proto::ServerId;
-use torchfs_proto::msg::meta::{Op, RepairReport};
+use torchfs_proto::msg::meta::{DrainReport, Op, RepairReport};
 
 use crate::watch::{self, Stand, Watching};
 use crate::{print, roles};
@@ -51,11 +51,12 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
 }
 
 fn stand(report: &RepairReport, server: ServerId, most: &mut u64) -> Stand {
-    let empty = || format!("nothing is left on it; torchfs servers remove {server} takes it out");
     let Some(drain) = report.drains.iter().find(|d| d.server == server) else {
         let says = "it was taken back or the server is removed".to_string();
         return Stand { done: true, at: 1, total: 1, says, cannot: None };
     };
+    let moved = moved(drain);
+    let empty = || format!("nothing is left on it, {moved}; torchfs servers remove {server} takes it out");
     let left = u64::from(drain.groups);
     *most = left.max(*most);
     let stuck = drain.stuck > 0 && report.moving == 0 && report.dirty == 0;
@@ -72,22 +73,29 @@ fn stand(report: &RepairReport, server: ServerId, most: &mut u64) -> Stand {
         let says = if repair.done { empty() } else { repair.says.clone() };
         return Stand { at: *most, total: *most, says, ..repair };
     }
-    let says = format!("{} groups left on it", print::count(left));
+    let says = format!("{} groups left on it, {moved}", print::count(left));
     Stand { done: false, at: *most - left, total: *most, says, cannot }
+}
+
+/// What has left the server so far.
+pub fn moved(drain: &DrainReport) -> String {
+    let (pieces, bytes) = drain.moved.unwrap_or_default();
+    format!("{} pieces moved ({})", print::count(pieces), print::size(bytes))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use torchfs_proto::msg::meta::DrainReport;
 
     #[test]
     fn a_drain_that_cannot_end_is_told_from_one_that_goes_on() {
-        let drain = DrainReport { server: ServerId(5), groups: 64, pieces: 9, stuck: 64 };
+        let moved = Some((1_200, 3 << 30));
+        let drain = DrainReport { server: ServerId(5), groups: 64, pieces: 9, stuck: 64, moved };
         let mut report = RepairReport { drains: vec![drain], moving: 3, dirty: 3, ..RepairReport::default() };
         let mut most = 100;
         let now = stand(&report, ServerId(5), &mut most);
         assert_eq!((now.done, now.at, now.total, now.cannot.is_some()), (false, 36, 100, false));
+        assert_eq!(now.says, "64 groups left on it, 1,200 pieces moved (3.0 GiB)");
         (report.moving, report.dirty) = (0, 0);
         let sentence = stand(&report, ServerId(5), &mut most).cannot.unwrap();
         assert!(sentence.contains("--stop"), "{sentence}");

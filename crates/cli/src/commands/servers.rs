@@ -139,7 +139,8 @@ fn show(servers: &[ServerInfo], repair: &RepairReport) {
             0 => String::new(),
             stuck => format!(", {stuck} of them with no other server to go to: start another data server"),
         };
-        println!("server {} is being emptied: {} groups left{stuck}", drain.server, drain.groups);
+        let moved = super::drain::moved(drain);
+        println!("server {} is being emptied: {} groups left{stuck}; {moved}", drain.server, drain.groups);
     }
     if repair.scrub.running {
         let scrub = &repair.scrub;

@@ -126,6 +126,8 @@ pub(crate) struct Repairs {
     scrub_saved: Option<Instant>,
     pieces_done: u64,
     bytes_done: u64,
+    /// Pieces and bytes that were copied off servers that are being emptied.
+    pub moved: BTreeMap<ServerId, (u64, u64)>,
     dropped: u64,
     /// The bytes of this and of the last second or so.
     speed: Speed,
@@ -201,6 +203,7 @@ impl Meta {
                 groups: server.groups,
                 pieces: server.pieces,
                 stuck: table.stuck(server.id),
+                moved: repairs.moved.get(&server.id).copied(),
             })
             .collect();
         let scrub = repairs.settings.scrub.as_ref().or(repairs.settings.last.as_ref());

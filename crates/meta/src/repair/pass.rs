@@ -304,18 +304,29 @@ impl Meta {
                 let slow = Duration::from_millis(bytes.saturating_mul(1_000).checked_div(rate).unwrap_or(0));
                 let limit = Duration::from_millis(u64::from(self.config.pull_timeout_ms)) + slow;
                 let names: Vec<PieceAt> = part.iter().map(|item| (item.block, item.piece)).collect();
+                let homes: Vec<Option<ServerId>> = part.iter().map(|item| self.drained_home(item)).collect();
                 let answer = within(limit, peers.pull(&addr, part, rate, limit)).await;
-                self.pulled(call.server, &names, answer, &mut failed);
+                self.pulled(call.server, &names, &homes, answer, &mut failed);
             }
             failed
         };
         join_all(calls.into_iter().map(one)).await.into_iter().flatten().collect()
     }
 
+    /// The server that the piece leaves, if that is being emptied.
+    fn drained_home(&self, item: &PullItem) -> Option<ServerId> {
+        let state = self.state.lock();
+        let table = &state.members.table;
+        let (_, _, group) = table.group_of(item.layout, item.block)?;
+        let home = group.servers.get(usize::from(item.piece)).copied()?;
+        table.servers.get(&home).filter(|server| server.draining).map(|server| server.id)
+    }
+
     fn pulled(
         &self,
         server: ServerId,
         names: &[PieceAt],
+        homes: &[Option<ServerId>],
         answer: Result<Pulled>,
         failed: &mut HashMap<(ServerId, BlockId, u8), Fault>,
     ) {
@@ -330,6 +341,12 @@ impl Meta {
                 let stored = (names.len() as u64).saturating_sub(pulled.failed.len() as u64);
                 repairs.stored(stored, pulled.bytes, now);
                 metrics::repaired(stored, pulled.bytes);
+                let done = |place: &usize| !pulled.failed.iter().any(|(other, _)| *other as usize == *place);
+                for home in (0..homes.len()).filter(done).filter_map(|place| homes[place]) {
+                    let (pieces, bytes) = repairs.moved.entry(home).or_default();
+                    *pieces += 1;
+                    *bytes += pulled.bytes / stored.max(1);
+                }
                 for (place, fault) in pulled.failed {
                     if let Some((id, piece)) = names.get(place as usize) {
                         failed.insert((server, *id, *piece), fault);

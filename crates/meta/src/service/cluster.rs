@@ -42,6 +42,10 @@ impl Meta {
         let done = match op {
             Op::Heartbeat(beat) => self.heartbeat(state, beat, now)?,
             Op::Drain { server, on } => {
+                let before = state.members.table.servers.get(server).is_some_and(|record| record.draining);
+                if before != *on {
+                    state.repairs.moved.remove(server);
+                }
                 self.edit_members(state, now, |table, counters| {
                     table.servers.get_mut(server).ok_or_else(|| unknown(*server))?.draining = *on;
                     table.evade();
@@ -164,6 +168,7 @@ impl Meta {
             Ok(())
         })?;
         state.members.forget(server);
+        state.repairs.moved.remove(&server);
         state.repairs.changed();
         tracing::warn!(server = server.0, force, "a data server is removed");
         Ok(())

@@ -92,6 +92,28 @@ fn m_servers_lost_repaired_and_m_more_lost_leave_every_block_readable() {
 }
 
 #[test]
+fn a_drain_tells_how_many_pieces_and_bytes_it_moved() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 4);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 24, BIG);
+    servers.settle(&world);
+    let one = world.server_id(1);
+    let had = servers.count(1) as u64;
+    world.admin(Op::Drain { server: one, on: true });
+    assert_eq!(world.repair_report().drains[0].moved, None);
+    servers.settle(&world);
+    let (pieces, bytes) = world.repair_report().drains[0].moved.unwrap();
+    assert_eq!((pieces, bytes > 0), (had, true));
+    // Asked again it goes on counting; taken back and begun anew it begins anew.
+    world.admin(Op::Drain { server: one, on: true });
+    assert_eq!(world.repair_report().drains[0].moved, Some((pieces, bytes)));
+    world.admin(Op::Drain { server: one, on: false });
+    world.admin(Op::Drain { server: one, on: true });
+    assert_eq!(world.repair_report().drains[0].moved, None);
+}
+
+#[test]
 fn a_late_commit_under_an_old_table_is_recorded_exactly_while_a_group_moves() {
     let world = world("replicas:2");
     let servers = Servers::join(&world, 3);

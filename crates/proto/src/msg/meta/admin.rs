@@ -203,6 +203,9 @@ pub struct DrainReport {
     #[n(3)]
     #[cbor(default)]
     pub stuck: u32,
+    /// Pieces of it that others have got since it is being emptied or the service started, and their bytes.
+    #[n(4)]
+    pub moved: Option<(u64, u64)>,
 }
 
 /// Pieces that a server holds and nobody needs.
