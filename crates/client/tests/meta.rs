@@ -358,6 +358,7 @@ async fn leases_are_reclaimed_and_commits_follow_their_grant_to_its_new_number()
             mtime: None,
             kill_privileges: false,
             expect: None,
+            ends: None,
         })
     };
     meta.change(commit(meta.grant_number(Ino(1)))).await.expect("committed");

@@ -338,8 +338,7 @@ impl Members {
     /// (total, free) bytes of content under this scheme that the servers have room for; as far as they reported. One that is
     /// down counts: it is expected back, and until then writers wait for it rather than hear that the disks are full.
     pub fn room(&self, scheme: Scheme) -> (u64, u64) {
-        let takes = |server: &&record::Server| server.state < ServerState::Out && !server.draining;
-        let parts = self.table.servers.values().filter(takes).filter_map(|server| {
+        let parts = self.takers().filter_map(|server| {
             let live = self.live.get(&server.id)?;
             Some(ServerInfo { disks: live.disks.clone(), ..self.info(server) }.parts())
         });
@@ -350,6 +349,16 @@ impl Members {
         };
         let off = |bytes: u64| (u128::from(bytes) * data / width.max(1)) as u64;
         (off(total), off(free))
+    }
+
+    /// The servers that new data may go to, now or as soon as they are back.
+    fn takers(&self) -> impl Iterator<Item = &record::Server> {
+        self.table.servers.values().filter(|server| server.state < ServerState::Out && !server.draining)
+    }
+
+    /// Whether there are as many servers as a block has pieces.
+    pub fn enough(&self, scheme: Scheme) -> bool {
+        self.takers().count() >= scheme.width()
     }
 
     /// Whether every server that counts as up has said what room it has since this service started.

@@ -163,6 +163,7 @@ fn requests(golden: &mut Golden) {
         mtime: Some(Time { secs: 8, nanos: 9 }),
         kill_privileges: false,
         expect: Some(vec![Extent { offset: 0, len: 4, source: Source::Hole }]),
+        ends: None,
     };
     let heartbeat = meta::Heartbeat { store: 8, addr: "h:2".into(), zone: "z".into(), ..Default::default() };
     let copy = Op::CopyRange {
@@ -363,6 +364,7 @@ fn admin_requests(golden: &mut Golden) {
         mtime: None,
         kill_privileges: false,
         expect: None,
+        ends: None,
     };
     let heartbeat = meta::Heartbeat {
         store: 8,
@@ -376,6 +378,7 @@ fn admin_requests(golden: &mut Golden) {
     };
     let bad = meta::BadPiece { block: new_block().id, piece: 1, server: ServerId(4) };
     for (label, op) in [
+        ("commit_with_end", Op::Commit(meta::Commit { blocks: vec![], ends: Some(9), ..commit.clone() })),
         ("commit_with_servers", Op::Commit(commit)),
         (
             "heartbeat_with_silent_disk",

@@ -124,6 +124,27 @@ impl Sealed {
         Ok(())
     }
 
+    /// Its bytes from an offset on belong further to the end.
+    fn shift(&mut self, from: u64, by: u64) {
+        let mut at = 0;
+        while let Some(range) = self.ranges.get_mut(at) {
+            let end = range.offset + range.len;
+            if range.offset >= from {
+                range.offset += by;
+            } else if end > from {
+                let kept = from - range.offset;
+                let rest = Placed { offset: from, len: end - from, at: range.at + kept };
+                range.len = kept;
+                self.ranges.insert(at + 1, rest);
+                if let Body::Inline(bodies) = &mut self.body {
+                    let rest = bodies[at].split_off(kept as usize);
+                    bodies.insert(at + 1, rest);
+                }
+            }
+            at += 1;
+        }
+    }
+
     fn is_put(&self) -> bool {
         match &self.body {
             Body::Inline(_) => true,
@@ -242,6 +263,7 @@ impl Vfs {
             mtime: Some(now()),
             kill_privileges,
             expect: None,
+            ends: None,
         };
         let (attr, appended, mark) = self.send_commit(node, commit).await?;
         self.committed(node, asked, &ranges, attr, mark);
@@ -306,12 +328,12 @@ impl Vfs {
     async fn flush_rounds(self, node: Arc<Inode>) {
         loop {
             let turn = node.turn.lock().await;
-            let Some((round, jobs)) = self.seal_rest(&node) else { break };
+            let Some((mut round, jobs)) = self.seal_rest(&node) else { break };
             for job in jobs {
                 self.spawn_put(&node, job);
             }
             let asked = self.asked();
-            let outcome = self.commit_round(&node, &round).await;
+            let outcome = self.commit_round(&node, &mut round).await;
             self.settle(&node, asked, round, outcome);
             drop(turn);
             node.progress.notify();
@@ -370,7 +392,7 @@ impl Vfs {
     async fn commit_round(
         &self,
         node: &Arc<Inode>,
-        round: &Round,
+        round: &mut Round,
     ) -> Result<Option<(Attr, Mark, Vec<RangeOp>)>> {
         for sealed in &round.sealed {
             loop {
@@ -381,26 +403,65 @@ impl Vfs {
                 progress.await;
             }
         }
-        let (mut blocks, mut ranges) = (Vec::new(), Vec::new());
-        for sealed in &round.sealed {
-            sealed.ops(&mut blocks, &mut ranges)?;
-        }
-        if ranges.is_empty() {
-            return Ok(None);
-        }
         let began = Instant::now();
-        let commit = Commit {
-            ino: node.ino,
-            grant: 0,
-            blocks,
-            ranges: ranges.clone(),
-            mtime: round.mtime,
-            kill_privileges: round.kill_privileges,
-            expect: None,
-        };
-        let (attr, _, mark) = self.send_commit(node, commit).await?;
-        ::metrics::histogram!(metrics::COMMIT_SECONDS).record(began.elapsed());
-        Ok(Some((attr, mark, ranges)))
+        for _ in 0..STALE_TRIES {
+            let (mut blocks, mut ranges) = (Vec::new(), Vec::new());
+            for sealed in &round.sealed {
+                sealed.ops(&mut blocks, &mut ranges)?;
+            }
+            if ranges.is_empty() {
+                return Ok(None);
+            }
+            let ends = node.lock().file().ends_expected();
+            let commit = Commit {
+                ino: node.ino,
+                grant: 0,
+                blocks,
+                ranges: ranges.clone(),
+                mtime: round.mtime,
+                kill_privileges: round.kill_privileges,
+                expect: None,
+                ends,
+            };
+            match self.send_commit(node, commit).await {
+                Ok((attr, _, mark)) => {
+                    ::metrics::histogram!(metrics::COMMIT_SECONDS).record(began.elapsed());
+                    return Ok(Some((attr, mark, ranges)));
+                }
+                Err(fault) if fault.code == Code::Busy && ends.is_some() => {
+                    self.follow_end(node, round).await?;
+                }
+                Err(fault) => return Err(fault),
+            }
+        }
+        Err(Fault::new(Code::Timeout, format!("inode {} grows faster than it can be appended to", node.ino)))
+    }
+
+    /// The lease ran out before what was appended here was committed, and the file has another end now: it goes there.
+    async fn follow_end(&self, node: &Arc<Inode>, round: &mut Round) -> Result<()> {
+        let done = self.0.meta.ask(Op::GetAttr { ino: node.ino }).await?;
+        let Done::Attr(attr) = done else { return Err(unexpected("getattr", &done)) };
+        {
+            let mut state = node.lock();
+            let size = attr.size;
+            state.learn(&self.0.meta, attr, false);
+            let file = state.file();
+            let Some(tail) = file.tail else { return Ok(()) };
+            let start = tail.max(file.ends);
+            let to = if tail <= file.ends { size } else { size.max(tail) };
+            file.ends = size;
+            file.extents.clear();
+            file.forget_pages();
+            if to > start {
+                tracing::warn!(ino = %node.ino, start, to, "others appended after our lease had run out");
+                file.overlay.shift(start, to - start);
+                let sealed = round.sealed.iter_mut().chain(&mut file.sealed);
+                sealed.for_each(|sealed| sealed.shift(start, to - start));
+                file.tail = Some(to);
+            }
+        }
+        self.0.host.invalidate_data(node.ino, 0, 0);
+        Ok(())
     }
 
     /// A round is over: the extents have its bytes, or they are lost.
@@ -413,6 +474,7 @@ impl Vfs {
     ) {
         let fault = match outcome {
             Ok(Some((attr, mark, ranges))) => {
+                node.lock().file().ends = attr.size;
                 self.committed(node, asked, &ranges, attr, mark);
                 None
             }
@@ -452,6 +514,13 @@ impl Vfs {
         if fragmented {
             self.0.fragmented.lock().insert(node.ino);
         }
+    }
+}
+
+impl File {
+    /// The length that the file must have at the service for what was appended here to be in its place.
+    fn ends_expected(&self) -> Option<u64> {
+        self.tail.map(|_| self.ends)
     }
 }
 
@@ -548,6 +617,26 @@ mod tests {
         let (a, b) = bytes.split_at(bytes.len() / 2);
         let parts = [a, b].iter().filter(|p| !p.is_empty()).map(|p| Bytes::copy_from_slice(p)).collect();
         Run { offset, len: bytes.len() as u64, parts }
+    }
+
+    #[test]
+    fn what_moves_with_the_end_keeps_its_bytes() {
+        let mut sealed = Sealed::inline(1, 1, vec![run(0, b"head"), run(10, b"keeptail"), run(20, b"more")]);
+        sealed.shift(14, 100);
+        let mut ops = Vec::new();
+        sealed.ops(&mut Vec::new(), &mut ops).unwrap();
+        let found: Vec<(u64, Vec<u8>)> = ops
+            .into_iter()
+            .map(|op| match op {
+                RangeOp::Write { offset, len, source: Source::Inline(bytes) } => {
+                    assert_eq!(len, bytes.len() as u64);
+                    (offset, bytes.to_vec())
+                }
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        let want: [(u64, &[u8]); 4] = [(0, b"head"), (10, b"keep"), (114, b"tail"), (120, b"more")];
+        assert_eq!(found, want.map(|(at, bytes)| (at, bytes.to_vec())));
     }
 
     #[test]

@@ -108,6 +108,7 @@ impl Vfs {
             mtime: None,
             kill_privileges: false,
             expect: Some(group),
+            ends: None,
         };
         let (attr, _, mark) = self.send_commit(node, commit).await?;
         self.committed(node, asked, &ranges, attr, mark);

@@ -117,6 +117,9 @@ pub(crate) struct File {
     pub(crate) want: Number,
     pub(crate) committed: Number,
     pub(crate) batch: Batch,
+    /// From here on bytes are buffered because they were appended, to a file that had the length `ends` at the service.
+    pub(crate) tail: Option<u64>,
+    pub(crate) ends: u64,
     /// Blocks on their way, in the order of sealing.
     pub(crate) sealed: VecDeque<Sealed>,
     pub(crate) flushing: bool,
@@ -299,6 +302,8 @@ impl File {
             want: 0,
             committed: 0,
             batch: 0,
+            tail: None,
+            ends: 0,
             sealed: VecDeque::new(),
             flushing: false,
             dirty_since: None,

@@ -83,6 +83,13 @@ impl Overlay {
         }
     }
 
+    /// Moves everything from an offset on further to the end.
+    pub(crate) fn shift(&mut self, from: u64, by: u64) {
+        self.split(from);
+        let moved = self.pieces.split_off(&from);
+        self.pieces.extend(moved.into_iter().map(|(at, piece)| (at + by, piece)));
+    }
+
     /// Removes all bytes of a range, dirty or sealed.
     pub(crate) fn cut(&mut self, range: Range<u64>) {
         if range.is_empty() {

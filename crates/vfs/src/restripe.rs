@@ -99,6 +99,7 @@ impl Vfs {
             mtime: None,
             kill_privileges: false,
             expect: Some(group.clone()),
+            ends: None,
         };
         match self.send_commit(node, commit).await {
             Ok((attr, _, mark)) => {

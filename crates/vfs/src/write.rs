@@ -119,6 +119,7 @@ impl Vfs {
                 return Ok(Buffered::AllFull);
             }
             let size = state.view().map_or(0, |attr| attr.size);
+            let committed = state.attr.as_ref().map_or(0, |attr| attr.size);
             let offset = if flags.append { size } else { offset };
             let end = offset + len;
             if end > SIZE_MAX {
@@ -136,6 +137,11 @@ impl Vfs {
                 }
             }
             let file = state.file();
+            if !flags.append && end > size {
+                file.tail = None;
+            } else if flags.append && file.tail.is_none() {
+                (file.tail, file.ends) = (Some(offset), committed);
+            }
             let first = !file.is_dirty();
             let before = file.overlay.bytes();
             file.number += 1;
@@ -251,6 +257,7 @@ impl File {
         self.mtime = None;
         self.kill_privileges = false;
         self.dirty_since = None;
+        self.tail = None;
     }
 }
 

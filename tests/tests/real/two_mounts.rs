@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use serde_json::Value;
-use torchfs_tests::{Cluster, Mount, Options, Rng, eventually, sys};
+use torchfs_tests::{Cluster, Mount, Options, Rng, count, eventually, sys};
 
 fn two() -> (Cluster, Mount, Mount) {
     let cluster = Cluster::start();
@@ -337,5 +337,32 @@ fn sessions_say_who_is_connected() {
             "the table must name the mount {}:\n{text}",
             mount.display()
         );
+    }
+}
+
+/// The lease of a client that stands still ends, and others may append. What it had appended and not committed goes behind that.
+#[test]
+fn appends_of_a_client_that_lost_its_lease_go_behind_those_of_others() {
+    let cluster = Cluster::with(Options { lease_term_ms: Some(500), ..Options::default() });
+    let (one, two) = (cluster.mount(), cluster.mount());
+    let append = |mount: &Mount| OpenOptions::new().create(true).append(true).open(mount.at("log")).unwrap();
+    let mut want: Vec<u8> = Vec::new();
+    for round in 0..count(4, 40) {
+        let (mine, yours) = (vec![b'a'; 300 + round as usize * 7000], vec![b'b'; 200 + round as usize * 9000]);
+        let mut first = append(&one);
+        first.write_all(&mine).unwrap();
+        one.agent.signal(libc::SIGSTOP);
+        let mut second = append(&two);
+        second.write_all(&yours).unwrap();
+        sys::close(second).unwrap();
+        one.agent.signal(libc::SIGCONT);
+        first.write_all(b"c").unwrap();
+        sys::close(first).unwrap();
+        want.extend(yours.iter().chain(&mine).chain(b"c"));
+        for mount in [&one, &two] {
+            let found = fs::read(mount.at("log")).unwrap();
+            assert_eq!(found.len(), want.len(), "round {round}");
+            assert!(found == want, "round {round}: bytes are not where they belong");
+        }
     }
 }

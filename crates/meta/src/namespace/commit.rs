@@ -24,6 +24,12 @@ pub fn commit(view: &mut View<'_>, ctx: &Ctx<'_>, commit: &Commit) -> Result<Dec
     }
     let ino = commit.ino;
     let mut inode = file(view, ino)?;
+    if let Some(ends) = commit.ends
+        && ends != inode.size
+    {
+        let what = format!("inode {ino} does not end at {ends} any more, but at {}", inode.size);
+        return Err(Fault::new(Code::Busy, what));
+    }
     let mut changes = BlockChanges::default();
     let dirty = introduce(view, ctx, &commit.blocks, &mut changes)?;
     let compacts = commit.expect.is_some();

@@ -212,8 +212,10 @@ impl Meta {
                 let scheme = volume.map_or(Scheme::Replicas(1), |volume| self.volume_layout(state, volume).1);
                 let (_, free) = state.members.room(scheme);
                 let sharing = state.sessions.len().max(1) as u64;
-                // Just started: a full disk then shows in the put, as it does when space runs out between two reports.
-                let space = if state.members.all_reported() { free / sharing } else { u64::MAX };
+                // Just started: a full disk then shows in the put, as it does when space runs out between two reports. With too
+                // few servers writers wait for them, which is not a matter of space.
+                let known = state.members.all_reported() && state.members.enough(scheme);
+                let space = if known { free / sharing } else { u64::MAX };
                 let volume = volume.map(|volume| self.volume_info(state, volume));
                 Done::Renewed { space, placement: state.members.version(), volume }
             }

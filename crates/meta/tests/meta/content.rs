@@ -25,7 +25,7 @@ pub fn within(id: BlockId, offset: u32) -> Source {
 }
 
 pub fn commit(ino: Ino, grant: u64, blocks: Vec<NewBlock>, ranges: Vec<RangeOp>) -> Op {
-    Op::Commit(Commit { ino, grant, blocks, ranges, mtime: None, kill_privileges: false, expect: None })
+    Op::Commit(Commit { ino, grant, blocks, ranges, mtime: None, kill_privileges: false, expect: None, ends: None })
 }
 
 /// Names a block that was put, as the whole content of a file.
@@ -336,6 +336,7 @@ fn a_compaction_commits_only_if_nothing_changed() {
             mtime: None,
             kill_privileges: false,
             expect: Some(expect),
+            ends: None,
         })
     };
     a.call(&world, compact(nth(ids, 2), expect.clone())).unwrap();

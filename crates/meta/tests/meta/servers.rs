@@ -366,6 +366,7 @@ impl Writer {
             mtime: None,
             kill_privileges: false,
             expect: None,
+            ends: None,
         };
         self.client.call(world, Op::Commit(commit)).map(|_| ())
     }

@@ -235,6 +235,9 @@ pub struct Commit {
     /// Compaction: commit only if exactly these extents are there; size, times and versions stay.
     #[n(6)]
     pub expect: Option<Vec<Extent>>,
+    /// Bytes in here were appended to a file of this length; if it has another one by now, nothing is done (Busy).
+    #[n(7)]
+    pub ends: Option<u64>,
 }
 
 /// Most range operations in one commit.
