@@ -65,6 +65,8 @@ pub fn run_for(deadline: Duration, command: &mut Command) -> Ran {
     let said = tempfile::tempdir().expect("there is room for what a program says");
     let (out, err) = (said.path().join("out"), said.path().join("err"));
     let child = nursery::start(command, &out, &err).unwrap_or_else(|e| panic!("cannot start {call}: {e}"));
+    let text =
+        |path: &PathBuf| String::from_utf8_lossy(&std::fs::read(path).unwrap_or_default()).into_owned();
     let started = Instant::now();
     let mut pause = Duration::from_millis(1);
     let status = loop {
@@ -73,13 +75,13 @@ pub fn run_for(deadline: Duration, command: &mut Command) -> Ran {
             None if started.elapsed() < deadline => std::thread::sleep(pause),
             None => {
                 sys::kill_group(child.pid());
-                panic!("{call} was still running after {deadline:?}");
+                let (out, err) = (text(&out), text(&err));
+                panic!("{call} was still running after {deadline:?}\n--- stdout\n{out}\n--- stderr\n{err}");
             }
         }
         pause = (pause * 2).min(Duration::from_millis(20));
     };
-    let text = |path| String::from_utf8_lossy(&std::fs::read(path).unwrap_or_default()).into_owned();
-    Ran { call, code: status.code(), out: text(out), err: text(err) }
+    Ran { call, code: status.code(), out: text(&out), err: text(&err) }
 }
 
 /// Runs a line of shell in a folder and expects it to succeed; gives what it printed.

@@ -15,6 +15,7 @@
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -476,7 +477,12 @@ impl Storm {
             promises::check(fresh.path(), &mut client.ledgers, Level::Told);
         }
         self.archive.check(fresh.path());
-        self.cluster.torchfs(["servers", "--wait"]).ok();
+        let cluster = AssertUnwindSafe(&self.cluster);
+        if let Err(panic) = catch_unwind(|| cluster.torchfs(["servers", "--wait"]).ok()) {
+            println!("{}\n{}", cluster.torchfs(["servers"]).out, cluster.torchfs(["servers", "--json"]).out);
+            println!("{}", cluster.torchfs(["fsck", "--data"]).out);
+            resume_unwind(panic);
+        }
         self.cluster.torchfs(["fsck", "--data"]).ok();
     }
 }

@@ -240,9 +240,9 @@ impl Members {
         self.live.values_mut().for_each(|live| live.heard = now);
     }
 
-    /// Nobody could be heard for so long: it does not count.
-    pub fn deaf_for(&mut self, gap: Duration) {
-        self.live.values_mut().for_each(|live| live.heard += gap);
+    /// Nobody could be heard for so long until now: it does not count.
+    pub fn deaf_for(&mut self, gap: Duration, now: Instant) {
+        self.live.values_mut().for_each(|live| live.heard = now.min(live.heard + gap));
     }
 
     /// When this service began to hear servers.

@@ -38,8 +38,11 @@ impl Meta {
             if gap > every * PAUSE_TICKS {
                 // This process or its machine stood still. Whoever spoke meanwhile is only heard from now on.
                 let gap = gap - every;
-                state.sessions.values_mut().for_each(|session| session.renewed += gap);
-                state.members.deaf_for(gap);
+                state
+                    .sessions
+                    .values_mut()
+                    .for_each(|session| session.renewed = now.min(session.renewed + gap));
+                state.members.deaf_for(gap, now);
             }
             if std::mem::take(&mut state.deaf) {
                 for session in state.sessions.values_mut() {

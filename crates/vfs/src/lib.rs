@@ -48,6 +48,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use bytes::Bytes;
 use foldhash::HashMap;
@@ -97,6 +98,8 @@ struct Inner {
     budget: Budget,
     puts: Slots,
     prefetches: Slots,
+    /// Inodes that another machine took the last name from, and until when they stay for who has just found them.
+    departing: Mutex<VecDeque<(Instant, Arc<Inode>)>>,
     /// Given with each tick.
     tick: Signal,
     stopped: AtomicBool,
@@ -123,6 +126,7 @@ impl Vfs {
             budget: Budget::new(config.dirty_max),
             puts: Slots::new(config.puts_max),
             prefetches: Slots::new(config.prefetches_max),
+            departing: Mutex::default(),
             tick: Signal::default(),
             stopped: AtomicBool::new(false),
             ticker: Mutex::default(),
@@ -179,6 +183,7 @@ impl Vfs {
 
     fn ticked(&self) {
         self.0.tick.notify();
+        self.let_go_due();
         let after = self.0.config.commit_after;
         self.flush_dirty(|file| file.dirty_since.is_some_and(|since| since.elapsed() >= after));
         let idle = std::mem::take(&mut *self.0.idle.lock());

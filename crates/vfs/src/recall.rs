@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
@@ -16,6 +17,9 @@ use torchfs_proto::msg::meta::lease;
 
 use crate::node::Inode;
 use crate::{Inner, Vfs, commit, metrics};
+
+/// How long what another machine removed stays to be opened by who has just found it.
+const LINGER: Duration = Duration::from_secs(1);
 
 impl Keeper for Inner {
     fn recall(&self, ino: Ino, bits: u8, names: Vec<Raw>) -> BoxFuture<'static, bool> {
@@ -43,12 +47,7 @@ impl Keeper for Inner {
         };
         if !open {
             // A program that found the name a moment ago may be about to open what was behind it.
-            self.meta.spawn(async move {
-                // The first may come at once.
-                vfs.0.tick.listen().await;
-                vfs.0.tick.listen().await;
-                vfs.let_go(&node);
-            });
+            self.departing.lock().push_back((Instant::now() + LINGER, node));
         }
         self.host.invalidate_attr(ino);
     }
@@ -100,6 +99,16 @@ impl Keeper for Inner {
 }
 
 impl Vfs {
+    /// Gives up what nobody opened in its time.
+    pub(crate) fn let_go_due(&self) {
+        let now = Instant::now();
+        loop {
+            let next = self.0.departing.lock().pop_front_if(|(due, _)| *due <= now);
+            let Some((_, node)) = next else { return };
+            self.let_go(&node);
+        }
+    }
+
     /// Gives up an inode without a name, unless somebody has it open by now; then its last handle does so.
     fn let_go(&self, node: &Arc<Inode>) {
         {

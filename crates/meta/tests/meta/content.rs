@@ -25,7 +25,16 @@ pub fn within(id: BlockId, offset: u32) -> Source {
 }
 
 pub fn commit(ino: Ino, grant: u64, blocks: Vec<NewBlock>, ranges: Vec<RangeOp>) -> Op {
-    Op::Commit(Commit { ino, grant, blocks, ranges, mtime: None, kill_privileges: false, expect: None, ends: None })
+    Op::Commit(Commit {
+        ino,
+        grant,
+        blocks,
+        ranges,
+        mtime: None,
+        kill_privileges: false,
+        expect: None,
+        ends: None,
+    })
 }
 
 /// Names a block that was put, as the whole content of a file.
