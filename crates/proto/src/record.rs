@@ -98,6 +98,9 @@ pub struct ClusterCounters {
     #[n(6)]
     #[cbor(default)]
     pub next_volume: u32,
+    /// Stores of data servers that were removed, the latest last; they are not taken in again.
+    #[n(7)]
+    pub removed: Option<Vec<u64>>,
 }
 
 /// What a volume counts.

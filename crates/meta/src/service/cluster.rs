@@ -15,6 +15,9 @@ use super::{Chore, Meta, State};
 use crate::members::Members;
 use crate::table::Table;
 
+/// Removed servers that are remembered.
+const REMOVED_MAX: usize = 256;
+
 impl Meta {
     /// Edits a copy of the table, writes what differs as one batch, and puts the copy in its place.
     pub(crate) fn edit_members<T>(
@@ -101,6 +104,11 @@ impl Meta {
     fn heartbeat(&self, state: &mut State, beat: &Heartbeat, now: Instant) -> Result<Done> {
         let cluster = self.engine.cluster();
         state.members.check(cluster, beat)?;
+        if state.cluster.removed.as_ref().is_some_and(|removed| removed.contains(&beat.store)) {
+            let what = format!("the data server at {} was removed from this cluster", beat.addr);
+            return Err(Fault::new(Code::Denied, what)
+                .next("stop it; to have it join as a new server, start it on empty folders"));
+        }
         let wall = Time::from_ns(self.clock.wall_ns());
         let server = match (state.members.changed(beat, wall), state.members.known(beat)) {
             (None, Some(server)) => server,
@@ -161,9 +169,14 @@ impl Meta {
             return Err(Fault::new(Code::Busy, format!("data server {server} is up and not drained"))
                 .next(format!("run `torchfs drain {server}` first, or give --force")));
         }
-        self.edit_members(state, now, |table, _| {
+        self.edit_members(state, now, |table, counters| {
             table.mark_server_dirty(server);
-            table.servers.remove(&server);
+            // Its process may live on and speak.
+            if let Some(record) = table.servers.remove(&server) {
+                let removed = counters.removed.get_or_insert_default();
+                removed.push(record.store);
+                removed.drain(..removed.len().saturating_sub(REMOVED_MAX));
+            }
             table.evade();
             Ok(())
         })?;

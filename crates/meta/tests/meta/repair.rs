@@ -279,6 +279,10 @@ fn a_drained_server_is_emptied_and_then_removed() {
     servers.rest(&world);
     assert_eq!(servers.count(4), 0);
     world.admin(Op::RemoveServer { server: four, force: false });
+    // Its process lives on for a while; it is not taken in again under another number.
+    let beat = Heartbeat { store: 4, addr: addr(4), total: 1 << 40, ..Heartbeat::default() };
+    assert_eq!(world.refused(Op::Heartbeat(beat)), Code::Denied);
+    assert_eq!(world.placement().servers.len(), 3);
     servers.kill(4);
     assert_eq!(world.placement().servers.len(), 3);
     clean(&world, &servers);
