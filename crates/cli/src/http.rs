@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
@@ -15,6 +15,8 @@ pub type Health = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
 /// A request longer than this is refused; two short lines are all we serve.
 const REQUEST_MAX: usize = 8 << 10;
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// What was measured is added up so often, whether or not somebody asks for the page.
+const UPKEEP: Duration = Duration::from_secs(5);
 
 /// The pages' address, taken and collecting; serves nothing yet.
 ///
@@ -30,7 +32,12 @@ pub async fn collect(addr: Option<&str>) -> anyhow::Result<Option<Pages>> {
     let listener = TcpListener::bind(addr).await.with_context(|| {
         format!("cannot serve metrics at {addr}; choose another address with --metrics HOST:PORT")
     })?;
-    let metrics = PrometheusBuilder::new().install_recorder().context("cannot start metrics")?;
+    // Waits on connections are counted in classes, so that two moments can be compared; other times are shown as quantiles.
+    let waits = Matcher::Prefix("torchfs_rpc_".to_owned());
+    let metrics = PrometheusBuilder::new()
+        .set_buckets_for_metric(waits, &wait_classes())
+        .and_then(PrometheusBuilder::install_recorder)
+        .context("cannot start metrics")?;
     Ok(Some(Pages { listener, metrics }))
 }
 
@@ -39,6 +46,13 @@ pub fn serve(pages: Option<Pages>, health: Health) -> anyhow::Result<()> {
     let Some(Pages { listener, metrics }) = pages else { return Ok(()) };
     let local: SocketAddr = listener.local_addr()?;
     tracing::info!("metrics at http://{local}/metrics");
+    let upkeep = metrics.clone();
+    tokio::spawn(async move {
+        loop {
+            tokio::time::sleep(UPKEEP).await;
+            upkeep.run_upkeep();
+        }
+    });
     tokio::spawn(async move {
         let limit = Arc::new(tokio::sync::Semaphore::new(32));
         loop {
@@ -55,6 +69,11 @@ pub fn serve(pages: Option<Pages>, health: Health) -> anyhow::Result<()> {
         }
     });
     Ok(())
+}
+
+/// Bounds of the classes of waits: from a tenth of a microsecond to ten seconds, each a quarter above the one before.
+fn wait_classes() -> Vec<f64> {
+    std::iter::successors(Some(1e-7), |bound| Some(bound * 1.25)).take_while(|bound| *bound < 10.0).collect()
 }
 
 async fn answer(mut stream: TcpStream, metrics: &PrometheusHandle, health: &Health) -> std::io::Result<()> {

@@ -32,6 +32,7 @@ use crate::frame::{FAULT, Garbage, Header, Kind, PONG};
 use crate::hello::{self, Agreed};
 use crate::inbound::{Ended, Heard, Inbound};
 use crate::local::{Local, LocalCall};
+use crate::metrics::send_wait;
 use crate::out::{Frame, Out};
 use crate::payload::{Data, Payload, Way};
 use crate::table::Table;
@@ -256,7 +257,7 @@ impl Tcp {
         let stream = Arc::new(stream);
         let inbound = Inbound::new(stream.clone(), &config);
         let shared = Arc::new(Shared {
-            out: Out::new(stream),
+            out: Out::new(stream, send_wait(agreed.role)),
             table: Table::new(),
             places: Arc::new(Semaphore::new(config.calls_max.clamp(1, Semaphore::MAX_PERMITS))),
             addr: addr.to_string(),
@@ -329,7 +330,8 @@ impl Shared {
             deadline_ms: u32::try_from(left.as_millis()).unwrap_or(u32::MAX).max(1),
             ..Header::bare(Kind::Request, id)
         };
-        self.out.send(Frame::new(header, call.body, call.payload, call.carries_sums, None));
+        let frame = Frame::new(header, call.body, call.payload, call.carries_sums, None);
+        self.out.send(frame.since(Instant::now()));
         if sooner {
             self.out.wake();
         }

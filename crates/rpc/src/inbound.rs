@@ -48,6 +48,8 @@ pub(crate) struct Inbound {
     end: usize,
     /// The last payload was large.
     large: bool,
+    /// When bytes were read from the socket last.
+    filled: Instant,
     frame_timeout: Duration,
     rate_min: u64,
     /// When bytes arrived last, in milliseconds since `epoch`; the keeper looks at it.
@@ -66,7 +68,12 @@ impl Heard {
     }
 
     pub fn touch(&self) {
-        self.last_ms.store(self.epoch.elapsed().as_millis() as u64, Ordering::Relaxed);
+        self.touch_at(Instant::now());
+    }
+
+    fn touch_at(&self, now: Instant) {
+        let since = now.saturating_duration_since(self.epoch);
+        self.last_ms.store(since.as_millis() as u64, Ordering::Relaxed);
     }
 
     pub fn last(&self) -> Instant {
@@ -82,6 +89,7 @@ impl Inbound {
             start: 0,
             end: 0,
             large: false,
+            filled: Instant::now(),
             frame_timeout: config.frame_timeout,
             rate_min: config.frame_rate_min.max(1),
             heard: Arc::new(Heard::new()),
@@ -106,12 +114,17 @@ impl Inbound {
             Ok(0) => Err(Ended::Closed),
             Ok(n) => {
                 self.end += n;
-                self.heard.touch();
+                self.touch();
                 Ok(true)
             }
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(false),
             Err(e) => Err(e.into()),
         }
+    }
+
+    /// When the bytes of the last header arrived here, or some after them.
+    pub fn arrived(&self) -> Instant {
+        self.filled
     }
 
     /// Whether so many bytes after the last header are here already.
@@ -206,13 +219,18 @@ impl Inbound {
                     let here = n.min(to.len() - at);
                     at += here;
                     self.end = n - here;
-                    self.heard.touch();
+                    self.touch();
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.readable_by(deadline).await?,
                 Err(e) => return Err(e.into()),
             }
         }
         Ok(())
+    }
+
+    fn touch(&mut self) {
+        self.filled = Instant::now();
+        self.heard.touch_at(self.filled);
     }
 
     async fn readable_by(&self, deadline: Instant) -> Result<(), Ended> {

@@ -2,7 +2,9 @@
 //!
 //! Handles are made once per connection or listener, so that counting costs an atomic add on the hot path.
 
-use metrics::{Counter, Gauge, counter, gauge};
+use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
+
+use crate::config::Role;
 
 /// Connections taken that are open now.
 pub const CONNECTIONS: &str = "torchfs_rpc_connections";
@@ -21,6 +23,24 @@ pub const STALLED: &str = "torchfs_rpc_stalled_total";
 /// Times a reader stopped because too much was in flight.
 pub const PAUSED: &str = "torchfs_rpc_paused_total";
 
+/// Seconds from the arrival of a request, which is when its first bytes were read from the socket, to the start of its execution.
+pub const START: &str = "torchfs_rpc_start_seconds";
+/// Seconds from the arrival of a request to the moment when the socket had taken all of its answer.
+pub const ANSWER: &str = "torchfs_rpc_answer_seconds";
+/// Seconds from a call, by the role that is called, to the moment when the socket had taken all of its request.
+pub const SEND: &str = "torchfs_rpc_send_seconds";
+
+/// How long calls to this role wait for the socket.
+pub(crate) fn send_wait(role: Role) -> Histogram {
+    let to = match role {
+        Role::Agent => "agent",
+        Role::Meta => "meta",
+        Role::Data => "data",
+        Role::Tool => "tool",
+    };
+    histogram!(SEND, "to" => to)
+}
+
 /// The handles of one listener.
 #[derive(Clone)]
 pub(crate) struct ServerMetrics {
@@ -32,6 +52,8 @@ pub(crate) struct ServerMetrics {
     pub refused: Counter,
     pub stalled: Counter,
     pub paused: Counter,
+    pub start: Histogram,
+    pub answer: Histogram,
 }
 
 impl ServerMetrics {
@@ -45,6 +67,8 @@ impl ServerMetrics {
             refused: counter!(REFUSED),
             stalled: counter!(STALLED),
             paused: counter!(PAUSED),
+            start: histogram!(START),
+            answer: histogram!(ANSWER),
         }
     }
 }

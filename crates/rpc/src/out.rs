@@ -23,6 +23,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use metrics::Histogram;
 use parking_lot::Mutex;
 use socket2::SockRef;
 use tokio::io::Interest;
@@ -49,6 +50,8 @@ pub(crate) struct Frame<G> {
     payload: Payload,
     payload_len: usize,
     sent: usize,
+    /// What the time until it is out is counted from.
+    since: Option<Instant>,
     _guard: Option<G>,
 }
 
@@ -70,7 +73,12 @@ impl<G> Frame<G> {
             header.flags |= PAYLOAD_CRC;
             header.payload_crc = payload.crc();
         }
-        Frame { head: header.encode(), body, payload, payload_len, sent: 0, _guard: guard }
+        Frame { head: header.encode(), body, payload, payload_len, sent: 0, since: None, _guard: guard }
+    }
+
+    /// The same; how long after this moment it is out is recorded.
+    pub fn since(self, since: Instant) -> Frame<G> {
+        Frame { since: Some(since), ..self }
     }
 
     fn len(&self) -> usize {
@@ -95,10 +103,12 @@ pub(crate) struct Out<G> {
     last_write: AtomicU64,
     epoch: Instant,
     wake: Notify,
+    /// How long frames took to get out.
+    took: Histogram,
 }
 
 impl<G> Out<G> {
-    pub fn new(stream: Arc<TcpStream>) -> Out<G> {
+    pub fn new(stream: Arc<TcpStream>, took: Histogram) -> Out<G> {
         Out {
             stream,
             queue: Mutex::new(VecDeque::new()),
@@ -111,6 +121,7 @@ impl<G> Out<G> {
             last_write: AtomicU64::new(0),
             epoch: Instant::now(),
             wake: Notify::new(),
+            took,
         }
     }
 
@@ -250,13 +261,18 @@ impl<G> Out<G> {
                 None => self.send_memory(batch)?,
             };
             self.written.fetch_add(sent as u64, Ordering::Relaxed);
-            self.last_write.store(self.epoch.elapsed().as_nanos() as u64, Ordering::Relaxed);
+            let now = Instant::now();
+            let last = now.saturating_duration_since(self.epoch);
+            self.last_write.store(last.as_nanos() as u64, Ordering::Relaxed);
             while sent > 0 {
                 let Some(first) = batch.front_mut() else { break };
                 let here = sent.min(first.len() - first.sent);
                 first.sent += here;
                 sent -= here;
                 if first.sent == first.len() {
+                    if let Some(since) = first.since {
+                        self.took.record(now.saturating_duration_since(since));
+                    }
                     batch.pop_front();
                 }
             }

@@ -192,7 +192,7 @@ async fn connection(
     let stream = Arc::new(stream);
     let inbound = Inbound::new(stream.clone(), &config);
     let conn = Arc::new(Conn {
-        out: Out::new(stream),
+        out: Out::new(stream, server.metrics.answer.clone()),
         peer: Peer::new(addr, agreed.role),
         requests: Budget::new(config.requests_max as u64),
         bytes: Budget::new(config.connection_bytes_max),
@@ -374,7 +374,7 @@ async fn take_request(
     tasks: &mut JoinSet<()>,
     header: &Header,
 ) -> std::result::Result<(), Ended> {
-    let received = Instant::now();
+    let (arrived, received) = (inbound.arrived(), Instant::now());
     let place = conn.admit(u64::from(header.body_len) + u64::from(header.payload_len)).await;
     let waits = !inbound.has(header);
     if waits {
@@ -396,8 +396,9 @@ async fn take_request(
         trace: header.trace,
     };
     let deadline = request.deadline;
-    let mut pending = Pending { conn: conn.clone(), header: *header, place: Some(place) };
+    let mut pending = Pending { conn: conn.clone(), header: *header, place: Some(place), arrived };
     let (service, peer) = (conn.server.service.clone(), conn.peer.clone());
+    conn.server.metrics.start.record(arrived.elapsed());
     // The first poll needs no waker: a future that is not ready becomes a task, which polls it again with its own.
     let polled = catch_unwind(AssertUnwindSafe(|| {
         let mut answering = service.call(peer, request);
@@ -455,6 +456,7 @@ struct Pending {
     conn: Arc<Conn>,
     header: Header,
     place: Option<InFlight>,
+    arrived: Instant,
 }
 
 impl Pending {
@@ -497,7 +499,8 @@ impl Pending {
             trace: self.header.trace,
             ..Header::bare(Kind::Reply, self.header.id)
         };
-        self.conn.out.send(Frame::new(header, answer.body, answer.payload, answer.carries_sums, Some(place)));
+        let frame = Frame::new(header, answer.body, answer.payload, answer.carries_sums, Some(place));
+        self.conn.out.send(frame.since(self.arrived));
     }
 }
 
