@@ -103,7 +103,7 @@ pub struct Config {
     pub puts_max: usize,
     /// Read ahead at most this far.
     pub readahead_max: u64,
-    /// Blocks of this node that are fetched ahead at the same time.
+    /// Blocks of this node that are fetched ahead at the same time, unless they would fill more than half of the memory for chunks.
     pub prefetches_max: usize,
     /// Memory for chunks of blocks.
     pub cache_bytes: u64,
@@ -135,9 +135,9 @@ impl Default for Config {
             commit_bytes: 32 << 20,
             commit_pieces: 1_024,
             commit_after: Duration::from_secs(4),
-            puts_max: 8,
+            puts_max: 32,
             readahead_max: 32 << 20,
-            prefetches_max: 16,
+            prefetches_max: 32,
             cache_bytes: 256 << 20,
             entries_max: 1 << 20,
             extents_max: 64 << 10,

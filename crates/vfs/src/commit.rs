@@ -210,6 +210,30 @@ impl Vfs {
         }
     }
 
+    /// Begins to commit what frees memory soonest: blocks that are sealed, which costs nobody a short block. If there are none and
+    /// none are on their way, all that is dirty.
+    pub(crate) fn make_room(&self) {
+        let dirty: Vec<Arc<Inode>> = self.0.dirty.lock().values().cloned().collect();
+        let mut frees = false;
+        for node in &dirty {
+            let sealed = {
+                let mut state = node.lock();
+                let Some(file) = &mut state.file else { continue };
+                frees |= file.flushing;
+                let last = file.sealed.iter().map(|sealed| sealed.last).max();
+                file.want = file.want.max(last.unwrap_or(0));
+                last.is_some()
+            };
+            if sealed {
+                frees = true;
+                self.start_flush(node, false);
+            }
+        }
+        if !frees {
+            self.flush_dirty(|_| true);
+        }
+    }
+
     /// The turn to change content at the service, when all that was written before is there.
     pub(crate) async fn quiet_turn<'a>(
         &self,
@@ -358,9 +382,12 @@ impl Vfs {
             return None;
         }
         let last = file.sealed.iter().map(|sealed| sealed.last).max().unwrap_or(0);
-        let older_stay = file.overlay.oldest_dirty().is_some_and(|oldest| oldest < last);
+        let oldest = file.overlay.oldest_dirty();
+        let older_stay = oldest.is_some_and(|oldest| oldest < last);
+        // What is wanted is in the sealed blocks, and all of the last write.
+        let suffices = file.want <= file.committed || (file.want <= last && oldest != Some(last));
         let mut jobs = Vec::new();
-        if file.want > file.committed || older_stay || file.sealed.is_empty() {
+        if !suffices || older_stay || file.sealed.is_empty() {
             jobs = seal_all(file, most);
         }
         let mut sealed = Vec::new();

@@ -111,6 +111,9 @@ impl Vfs {
     pub fn new(config: Config, meta: Arc<Meta>, blocks: Arc<Blocks>, host: Arc<dyn Host>) -> Vfs {
         let source = Arc::new(Source(blocks.clone()));
         let cache = Cache::new(source, CacheConfig { bytes_max: config.cache_bytes });
+        // What is fetched ahead must not push out what was fetched ahead before it.
+        let block = u64::from(meta.info().volume.block_size.max(1));
+        let ahead_max = usize::try_from(config.cache_bytes / 2 / block).unwrap_or(usize::MAX);
         let inner = Arc::new_cyclic(|me| Inner {
             me: me.clone(),
             nodes: RwLock::default(),
@@ -125,7 +128,7 @@ impl Vfs {
             moved: Mutex::default(),
             budget: Budget::new(config.dirty_max),
             puts: Slots::new(config.puts_max),
-            prefetches: Slots::new(config.prefetches_max),
+            prefetches: Slots::new(config.prefetches_max.min(ahead_max)),
             departing: Mutex::default(),
             tick: Signal::default(),
             stopped: AtomicBool::new(false),

@@ -68,7 +68,7 @@ impl Vfs {
                     progress.await;
                 }
                 Buffered::AllFull => {
-                    self.flush_dirty(|_| true);
+                    self.make_room();
                     freed.await;
                 }
             }
