@@ -43,7 +43,7 @@ impl Default for FuseConfig {
             writeback_cache: false,
             tasks_max: 4096,
             lock_waits_max: 4096,
-            buffers_max: 64,
+            buffers_max: 256,
             notices_max: 16_384,
             interrupt_grace: Duration::from_secs(1),
             drain_max: Duration::from_secs(60),

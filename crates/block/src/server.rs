@@ -24,7 +24,7 @@ use torchfs_proto::msg::block::{Op, PIECES_MAX, PULL_MAX, Reply, Request, method
 use torchfs_proto::msg::dump::DumpOp;
 use torchfs_proto::msg::meta::Heartbeat;
 use torchfs_proto::{BlockId, Code, Fault, LayoutId, ServerId, msg};
-use torchfs_rpc::{Answer, Answering, Payload, Peer, Role, Service};
+use torchfs_rpc::{Answer, Answering, Data, Payload, Peer, Role, Service};
 
 pub use crate::disks::DiskName;
 use crate::disks::{DataDisk, Disks, Folder, Lost, Settings};
@@ -220,12 +220,12 @@ impl BlockServer {
         self.versions.learn(placement, groups);
     }
 
-    async fn answer(self: Arc<Self>, asks: Asks, op: Op, payload: Bytes) -> Result<Answer, Fault> {
+    async fn answer(self: Arc<Self>, asks: Asks, op: Op, payload: Data) -> Result<Answer, Fault> {
         let reply = match op {
             Op::Put { block, piece, layout, group_version, chunks, first } => {
                 self.versions.check(block, layout, group_version)?;
                 let bytes = payload.len() as u64;
-                let piece = NewPiece { block, piece, layout, first, chunks, payload: vec![payload] };
+                let piece = NewPiece { block, piece, layout, first, chunks, payload: payload.into_parts() };
                 self.put(asks.flow, piece).await?;
                 self.sessions.stored(asks.session, bytes);
                 Reply::Done
@@ -278,7 +278,7 @@ impl BlockServer {
             Op::Scrub { after, limit, rate } => {
                 self.repair.scrub(&self, after, limit.min(LIST_MAX), rate, asks.until).await?
             }
-            Op::Dump(op) => return self.dump(asks.role, op, payload).await,
+            Op::Dump(op) => return self.dump(asks.role, op, payload.into_bytes()).await,
             Op::Sessions => Reply::Sessions { sessions: self.sessions.latest(usize::MAX) },
         };
         Ok(Answer::new(msg::encode(&reply)))
@@ -543,8 +543,7 @@ impl Service for BlockServer {
                 (_, 0) => Flow::Connection(peer.id()),
                 (_, session) => Flow::Session(session),
             };
-            self.answer(Asks { session, role: peer.role(), flow, until }, op, request.payload.into_bytes())
-                .await
+            self.answer(Asks { session, role: peer.role(), flow, until }, op, request.payload).await
         })
     }
 }
@@ -608,13 +607,14 @@ fn at_most(count: usize, most: usize) -> Result<(), Fault> {
 fn check(server: ServerId, piece: &NewPiece) -> Result<()> {
     let NewPiece { block, first, chunks, payload, .. } = piece;
     let invalid = |why: String| Error::Invalid { block: *block, server, why };
-    let [payload] = payload.as_slice() else {
+    if payload.is_empty() {
         return Err(invalid("the payload is missing".to_owned()));
-    };
-    if torchfs_proto::chunk::stored_len(chunks) != payload.len() as u64 {
+    }
+    let len: u64 = payload.iter().map(|part| part.len() as u64).sum();
+    if torchfs_proto::chunk::stored_len(chunks) != len {
         return Err(invalid("the payload is not as long as its chunks".to_owned()));
     }
-    store::check_chunks(*block, *first, chunks, payload)
+    store::check_parts(*block, *first, chunks, payload.iter().map(|part| &part[..]))
         .map_err(|e| corrupted_on_the_way(*block, piece.piece, server, &e))
 }
 

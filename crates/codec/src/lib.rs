@@ -78,14 +78,19 @@ pub fn checksum<'a>(block: BlockId, index: u32, parts: impl IntoIterator<Item = 
 
 /// Checks stored bytes against their info without unpacking them.
 pub fn verify_chunk(block: BlockId, index: u32, info: &ChunkInfo, stored: &[u8]) -> Result<(), Error> {
+    verify_parts(block, index, info, &[stored])
+}
+
+/// The same for stored bytes that come in several parts.
+pub fn verify_parts(block: BlockId, index: u32, info: &ChunkInfo, stored: &[&[u8]]) -> Result<(), Error> {
     let corrupt = |why| Error::Corrupt { block, index, why };
-    if stored.len() != info.stored as usize {
+    if stored.iter().map(|part| part.len()).sum::<usize>() != info.stored as usize {
         return Err(corrupt("its length is another"));
     }
     if !plausible(info) {
         return Err(corrupt("its lengths make no sense"));
     }
-    if checksum(block, index, [stored]) != info.crc {
+    if checksum(block, index, stored.iter().copied()) != info.crc {
         return Err(corrupt("the checksum does not match"));
     }
     Ok(())

@@ -36,7 +36,7 @@ pub use client::{CallFuture, Connection};
 pub use config::{Config, Role, Secret};
 pub use hello::Agreed;
 pub use link::{Health, Link, LinkCall};
-pub use payload::{Data, Payload};
+pub use payload::{Data, Parts, Payload};
 pub use server::{Listener, ServerHandle, serve};
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use std::fmt;
 use std::io;
 use std::ops::Deref;
 use std::os::fd::RawFd;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use torchfs_proto::disk::DiskFile;
@@ -134,17 +134,10 @@ impl Payload {
             Payload::Buf(buf) => Data::from(buf),
             Payload::Parts(mut parts) => {
                 parts.retain(|part| !part.is_empty());
-                if parts.len() <= 1 {
-                    return parts.pop().map_or(Data::Empty, Data::Bytes);
+                match parts.len() {
+                    0 | 1 => parts.pop().map_or(Data::Empty, Data::Bytes),
+                    _ => Data::Parts(Parts { parts, joined: OnceLock::new() }),
                 }
-                let mut buf = AlignedBuf::with_len(parts.iter().map(Bytes::len).sum());
-                let mut rest = &mut buf[..];
-                for part in &parts {
-                    let (here, after) = rest.split_at_mut(part.len());
-                    here.copy_from_slice(part);
-                    rest = after;
-                }
-                Data::Buf(buf)
             }
         }
     }
@@ -182,6 +175,7 @@ impl From<Data> for Payload {
             Data::Empty => Payload::None,
             Data::Buf(buf) => Payload::from(buf),
             Data::Bytes(bytes) => Payload::from(bytes),
+            Data::Parts(Parts { parts, .. }) => Payload::Parts(parts),
         }
     }
 }
@@ -209,15 +203,74 @@ pub enum Data {
     Buf(AlignedBuf),
     /// Shared with others of the process; not necessarily aligned.
     Bytes(Bytes),
+    /// The same in several parts, which are copied together only for those who need them in one.
+    Parts(Parts),
+}
+
+/// Bytes in several parts.
+pub struct Parts {
+    parts: Vec<Bytes>,
+    joined: OnceLock<AlignedBuf>,
+}
+
+impl Parts {
+    fn joined(&self) -> &AlignedBuf {
+        self.joined.get_or_init(|| {
+            let mut buf = AlignedBuf::with_len(self.parts.iter().map(Bytes::len).sum());
+            let mut rest = &mut buf[..];
+            for part in &self.parts {
+                let (here, after) = rest.split_at_mut(part.len());
+                here.copy_from_slice(part);
+                rest = after;
+            }
+            buf
+        })
+    }
+
+    fn into_buf(self) -> AlignedBuf {
+        self.joined();
+        self.joined.into_inner().unwrap_or_else(AlignedBuf::empty)
+    }
+}
+
+impl fmt::Debug for Parts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Parts({})", self.parts.len())
+    }
 }
 
 impl Data {
-    /// As shared bytes, without copying.
+    /// How many bytes came.
+    pub fn len(&self) -> usize {
+        match self {
+            Data::Empty => 0,
+            Data::Buf(buf) => buf.len(),
+            Data::Bytes(bytes) => bytes.len(),
+            Data::Parts(Parts { parts, .. }) => parts.iter().map(Bytes::len).sum(),
+        }
+    }
+
+    /// Whether none came.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// As shared bytes; copies only parts, which it joins.
     pub fn into_bytes(self) -> Bytes {
         match self {
             Data::Empty => Bytes::new(),
             Data::Buf(buf) => buf.into_bytes(),
             Data::Bytes(bytes) => bytes,
+            Data::Parts(parts) => parts.into_buf().into_bytes(),
+        }
+    }
+
+    /// As shared bytes in as many parts as they came, without copying.
+    pub fn into_parts(self) -> Vec<Bytes> {
+        match self {
+            Data::Parts(Parts { parts, .. }) => parts,
+            Data::Empty => Vec::new(),
+            data => vec![data.into_bytes()],
         }
     }
 
@@ -227,6 +280,7 @@ impl Data {
             Data::Empty => AlignedBuf::empty(),
             Data::Buf(buf) => buf,
             Data::Bytes(bytes) => AlignedBuf::copy_of(&bytes),
+            Data::Parts(parts) => parts.into_buf(),
         }
     }
 }
@@ -239,6 +293,7 @@ impl Deref for Data {
             Data::Empty => &[],
             Data::Buf(buf) => buf,
             Data::Bytes(bytes) => bytes,
+            Data::Parts(parts) => parts.joined(),
         }
     }
 }
@@ -290,5 +345,23 @@ fn probe(fd: RawFd, at: u64) -> bool {
         1 => true,
         0 => false, // the file ends here: let the read find the words for it
         _ => io::Error::last_os_error().raw_os_error() == Some(libc::EOPNOTSUPP),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_shared_as_they_are_and_joined_for_those_who_ask() {
+        let (a, b) = (Bytes::from(vec![1; 5000]), Bytes::from(vec![2; 3000]));
+        let data = || Payload::Parts(vec![a.clone(), Bytes::new(), b.clone()]).into_data();
+        let parts = data().into_parts();
+        assert_eq!(parts.iter().map(|part| part.as_ptr()).collect::<Vec<_>>(), [a.as_ptr(), b.as_ptr()]);
+        let whole = [&a[..], &b[..]].concat();
+        assert_eq!(data().len(), whole.len());
+        assert_eq!(&*data(), &whole[..]);
+        assert_eq!(data().into_bytes(), whole);
+        assert_eq!(&data().into_buf()[..], &whole[..]);
     }
 }

@@ -4,7 +4,7 @@
 //! page boundary puts the payload on it, and all of it stays contiguous for the decoder.
 //!
 //! # Invariants
-//! - At most `max` buffers exist; when all are lent out, payloads are copied instead. Nothing waits.
+//! - At most `max` buffers exist, and a few of those nobody needs; when all are lent out, payloads are copied instead. Nothing waits.
 //! - A payload much smaller than its buffer is copied, so that 4 KiB waiting to be stored never hold 1 MiB.
 
 use std::sync::Arc;
@@ -15,6 +15,8 @@ use parking_lot::Mutex;
 use super::abi::{READ_MIN, WRITE_HEADER};
 
 const PAGE: usize = 4096;
+/// Most buffers that are kept while nobody needs them; a burst of writes leaves no more memory taken than these.
+const IDLE_MAX: usize = 64;
 
 /// Gives out buffers and takes them back.
 #[derive(Debug)]
@@ -109,8 +111,13 @@ impl AsRef<[u8]> for Lent {
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        if let Some(buffer) = self.buffer.take() {
-            self.pool.state.lock().free.push(buffer);
+        let Some(buffer) = self.buffer.take() else { return };
+        let mut state = self.pool.state.lock();
+        if state.free.len() < IDLE_MAX {
+            state.free.push(buffer);
+        } else {
+            state.made -= 1;
+            drop(state); // freeing so much memory takes a while
         }
     }
 }
@@ -142,6 +149,17 @@ mod tests {
         let again = pool.keep(&mut buffer, 1 << 20);
         assert_eq!(pool.state.lock().free.len(), 1);
         drop(again);
+    }
+
+    #[test]
+    fn after_a_burst_only_a_few_buffers_are_kept() {
+        let pool = Pool::new(READ_MIN, 2 * IDLE_MAX);
+        let mut buffer = pool.own();
+        let lent: Vec<Bytes> = (0..2 * IDLE_MAX).map(|_| pool.keep(&mut buffer, READ_MIN)).collect();
+        assert_eq!(pool.state.lock().made, 2 * IDLE_MAX);
+        drop(lent);
+        let state = pool.state.lock();
+        assert_eq!((state.made, state.free.len()), (IDLE_MAX, IDLE_MAX));
     }
 
     #[test]

@@ -42,8 +42,8 @@ use torchfs_proto::disk::Disk;
 use torchfs_proto::{BlockId, ClusterId, IdRange, LayoutId, ServerId};
 
 pub use cursor::Cursor;
-pub(crate) use read::check_chunks;
 pub use read::{Body, Found, Stat};
+pub(crate) use read::{check_chunks, check_parts};
 
 use crate::{Error, Result};
 use index::Index;

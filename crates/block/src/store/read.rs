@@ -429,12 +429,36 @@ pub(crate) fn check_chunks(
     block: BlockId,
     first: u32,
     chunks: &[ChunkInfo],
-    mut payload: &[u8],
+    payload: &[u8],
 ) -> std::result::Result<(), torchfs_codec::Error> {
+    check_parts(block, first, chunks, [payload])
+}
+
+/// The same for bytes that come in several parts, wherever these begin and end.
+pub(crate) fn check_parts<'a>(
+    block: BlockId,
+    first: u32,
+    chunks: &[ChunkInfo],
+    payload: impl IntoIterator<Item = &'a [u8]>,
+) -> std::result::Result<(), torchfs_codec::Error> {
+    let mut payload = payload.into_iter();
+    let mut part: &[u8] = &[];
+    let mut stored = Vec::new();
     for (index, chunk) in (first..).zip(chunks) {
-        let (stored, rest) = payload.split_at(payload.len().min(chunk.stored as usize));
-        torchfs_codec::verify_chunk(block, index, chunk, stored)?;
-        payload = rest;
+        stored.clear();
+        let mut left = chunk.stored as usize;
+        while left > 0 {
+            if part.is_empty() {
+                let Some(next) = payload.next() else { break };
+                part = next;
+                continue;
+            }
+            let (here, rest) = part.split_at(part.len().min(left));
+            stored.push(here);
+            left -= here.len();
+            part = rest;
+        }
+        torchfs_codec::verify_parts(block, index, chunk, &stored)?;
     }
     Ok(())
 }

@@ -743,3 +743,23 @@ fn requests_that_make_no_sense_are_refused() {
     let large = (0..).map(|c| c * 3).find(|c| content(*c, true).len() > 70_000).unwrap();
     assert!(matches!(store.put(new_piece(large, true)), Err(Error::Invalid { .. })));
 }
+
+#[test]
+fn bytes_in_parts_are_checked_wherever_the_parts_begin() {
+    let data = Bytes::from((0..200_000u32).map(|i| (i * 7 + i / 251) as u8).collect::<Vec<u8>>());
+    let chunks = encode(id(1), std::slice::from_ref(&data), Compression::None).unwrap().chunks;
+    for cuts in [vec![], vec![1], vec![65_535, 65_537, 131_072], vec![0, 70_000, 70_000]] {
+        let ends = cuts.iter().copied().chain([data.len()]);
+        let starts = [0].into_iter().chain(cuts.iter().copied());
+        let parts: Vec<Bytes> = starts.zip(ends).map(|(from, to)| data.slice(from..to)).collect();
+        let check =
+            |parts: &[Bytes]| super::check_parts(id(1), 0, &chunks, parts.iter().map(|part| &part[..]));
+        assert!(check(&parts).is_ok(), "{cuts:?}");
+        let mut damaged = parts.clone();
+        let mut last = damaged.pop().unwrap().to_vec();
+        *last.last_mut().unwrap() ^= 1;
+        damaged.push(last.into());
+        assert!(check(&damaged).is_err(), "{cuts:?}");
+        assert!(check(&parts[..parts.len() - 1]).is_err(), "{cuts:?}");
+    }
+}
