@@ -1,9 +1,9 @@
 # Every command by name; CI calls only these.
-.PHONY: help run test soak build bench clean fmt
+.PHONY: help run test soak build bench bench-scale bench-meta clean fmt
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 run: ## build, start an embedded cluster, mount it, show it working (DIR=, MOUNT=, SERVERS=)
 	@scripts/setup build
@@ -26,6 +26,16 @@ bench: ## measure against the local disk (ARGS="--quick", "--peer NAME=DIR", "--
 	@scripts/setup test
 	cargo build --release -p torchfs-cli
 	@python3 bench/run.py $(ARGS)
+
+bench-scale: ## measure how bandwidth grows with data servers, as root (ARGS="--quick", "--only replicas:1", "--json")
+	@scripts/setup test
+	cargo build --release -p torchfs-cli
+	@python3 bench/scale.py $(ARGS)
+
+bench-meta: ## measure the metadata service on its own disk and in PostgreSQL (ARGS="--quick", "--takeovers 10", "--json")
+	@scripts/setup test
+	cargo build --release -p torchfs-cli
+	@python3 bench/meta.py $(ARGS)
 
 fmt: ## format the code
 	cargo fmt --all

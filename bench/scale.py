@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 """Measures how bandwidth grows with data servers, each of which has a cable of its own that lets 40 MB/s through.
 
-    bench/scale.py                       # replicas:1 and ec:4+2; 1, 2, 4, 8 servers
+    bench/scale.py                       # replicas:1 and ec:4+2; 1, 2, 4, 8 servers; lookups beside readers: nine minutes
     bench/scale.py --quick               # less data, one round
     bench/scale.py --json --save         # for machines; --save also writes bench/results/scale-DATE-COMMIT.json
 
 Every process is in a network namespace of its own, on a bridge in another one; `tc tbf` limits the cable of each data server,
 both ways, so that the servers' bandwidth is the limit and not this machine's CPU. How busy the CPU was stands beside each
 figure: where it was near 100 %, the CPU was the limit after all. Reads are cold on both sides: agents are started anew and the
-kernel's caches dropped. The bound is what the cables let through: n x 40 MB/s, for writes of ec:4+2 four sixths of it.
+kernel's caches dropped. The bound is what the cables let through: n x 40 MB/s, for writes of ec:4+2 four sixths of it. Headers count:
+of 1,514 bytes on the cable TCP brings 1,448 (0.956), so a second column compares with what a bare TCP stream got through one
+such cable in the same run. "most" is what the busiest cable carried, as a multiple of the mean: no run can be faster than its inverse.
 
 Needs root. A benchmark never fails a build.
 """
@@ -34,6 +36,9 @@ HERTZ = os.sysconf("SC_CLK_TCK")
 LIMIT = 40_000_000  # bytes per second of each data server's cable
 PIECE = 1 << 20
 STREAMS = 8
+METRICS = "127.0.0.1:9400"  # of each process, in its own namespace
+# Bytes that do not compress, made before anything is measured.
+DATA = [os.urandom(PIECE) for _ in range(4)]
 
 
 def main():
@@ -41,13 +46,15 @@ def main():
     if os.geteuid() != 0:
         sys.exit("bench/scale.py makes network namespaces and mounts; run it as root")
     lines, started = [], time.monotonic()
-    for scheme, counts in arguments.plan:
-        for servers in counts:
-            for round_ in range(arguments.rounds):
+    tcp = bare_tcp(arguments) if arguments.plan else None
+    for round_ in range(arguments.rounds):
+        for scheme, counts in arguments.plan:
+            for servers in counts:
                 say(f"{scheme}, {servers} servers, round {round_ + 1}")
                 lines += measure(arguments, scheme, servers)
     waits = lookups(arguments) if arguments.lookups else None
-    report = {"conditions": conditions(arguments, time.monotonic() - started), "lines": summary(lines), "lookups": waits}
+    report = {"conditions": conditions(arguments, time.monotonic() - started), "bare_tcp_mb_s": tcp and tcp / 1e6,
+              "lines": summary(lines, tcp), "lookups": waits}
     if arguments.save:
         save(report)
     print(json.dumps(report, indent=1)) if arguments.json else show(report)
@@ -57,16 +64,17 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--torchfs", default=str(TOP / "target/release/torchfs"), help="the binary to measure")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=4, help="how long each point takes at its bound")
+    parser.add_argument("--seconds", type=float, default=8, help="how long each point takes at its bound")
     parser.add_argument("--quick", action="store_true", help="one round of two seconds")
     parser.add_argument("--only", choices=["replicas:1", "ec:4+2", "lookups"], help="only these")
+    parser.add_argument("--servers", type=int, nargs="+", help="only these numbers of servers")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--save", action="store_true", help="keep the result under bench/results")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds, arguments.seconds = 1, 2
     plan = {"replicas:1": [1, 2, 4, 8], "ec:4+2": [6, 8]}
-    arguments.plan = [(scheme, counts) for scheme, counts in plan.items() if arguments.only in (None, scheme)]
+    arguments.plan = [(scheme, arguments.servers or counts) for scheme, counts in plan.items() if arguments.only in (None, scheme)]
     arguments.lookups = arguments.only in (None, "lookups")
     return arguments
 
@@ -90,7 +98,7 @@ class Cluster:
             ip(f"-n {self.name}.switch link set sw up")
             self.host("meta")
             self.start("meta", "meta", "meta", "--dir", self.home / "meta", "--listen", "10.77.0.1:7070",
-                       "--redundancy", scheme)
+                       "--redundancy", scheme, "--metrics", METRICS)
             for n in range(servers):
                 address = self.host(f"data-{n}")
                 self.limit(f"data-{n}")
@@ -146,9 +154,37 @@ class Cluster:
             return len(groups) == self.servers and max(groups) - min(groups) <= 2
         self.wait("an even placement", even)
 
+    def carried(self, what):
+        """Bytes that each data server's cable has carried, towards the server for writes."""
+        ran = subprocess.run(["ip", "-n", f"{self.name}.switch", "-j", "-s", "link"], capture_output=True, text=True, check=True)
+        side = "tx" if what == "write" else "rx"
+        counts = {link["ifname"]: link["stats64"][side]["bytes"] for link in json.loads(ran.stdout)}
+        return [counts[f"p{n + 1}"] for n, host in enumerate(self.hosts) if host.startswith("data")]
+
+    def cpu(self):
+        """CPU seconds of all our processes so far."""
+        total = 0
+        for process in self.processes.values():
+            fields = pathlib.Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+            total += sum(int(n) for n in fields[11:13])
+        return total / HERTZ
+
+    def waits(self, host):
+        """The histograms of the waits on connections: bytes of Prometheus text to {name: {bound: how many up to it}}."""
+        code = f"import urllib.request as u; print(u.urlopen('http://{METRICS}/metrics').read().decode())"
+        command = ["nsenter", f"--net=/run/netns/{self.name}.{host}", sys.executable, "-c", code]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found = {}
+        for line in text.splitlines():
+            if line.startswith("torchfs_rpc_") and "_seconds_bucket{" in line and 'to="data"' not in line:
+                name, rest = line.removeprefix("torchfs_rpc_").split("_seconds_bucket{", 1)
+                bound = rest.split('le="', 1)[1].split('"', 1)[0]
+                found.setdefault(name, {})[float(bound)] = float(line.rsplit(" ", 1)[1])
+        return found
+
     def mount_all(self):
         for n, path in enumerate(self.mounts):
-            self.start(f"mount-{n}", f"client-{n}", "mount", "--foreground", path)
+            self.start(f"mount-{n}", f"client-{n}", "mount", "--foreground", "--metrics", METRICS, path)
         self.wait("the mounts", lambda: all(mounted(path) for path in self.mounts))
 
     def wait(self, what, ask):
@@ -202,29 +238,31 @@ def measure(arguments, scheme, servers):
 
 
 def line(scheme, servers, what, bound, measured):
-    rate, cpu, cpu_per_gb = measured
-    return {"scheme": scheme, "servers": servers, "what": what, "bound": bound, "rate": rate, "cpu": cpu, "cpu_s_per_gb": cpu_per_gb}
+    return {"scheme": scheme, "servers": servers, "what": what, "bound": bound, **measured}
 
 
 def stream(cluster, what, each):
-    """Eight files at once over two clients: (bytes per second, share of the CPU that was busy, CPU seconds per GB)."""
-    began, busy = time.monotonic(), busy_seconds()
+    """Eight files at once over two clients: bytes per second, share of the CPU that was busy, CPU seconds of our processes per GB, and how
+    much more the busiest cable carried than the mean."""
+    before = cluster.carried(what)
+    began, busy, own = time.monotonic(), busy_seconds(), cluster.cpu()
     with concurrent.futures.ThreadPoolExecutor(STREAMS) as pool:
         work = write_file if what == "write" else read_file
         # Read by the other client than the one that wrote it: nothing of it can be there.
         shift = 0 if what == "write" else 1
         jobs = [pool.submit(work, cluster.mounts[(n + shift) % 2] / f"f{n}", each, n) for n in range(STREAMS)]
         total = sum(job.result() for job in jobs)
-    seconds, cpu = time.monotonic() - began, busy_seconds() - busy
-    return total / seconds, cpu / seconds / os.cpu_count(), cpu / (total / 1e9)
+    seconds, cpu, own = time.monotonic() - began, busy_seconds() - busy, cluster.cpu() - own
+    carried = [b - a for a, b in zip(before, cluster.carried(what))]
+    carried = [bytes_ for bytes_ in carried if bytes_ > 0.1 * max(carried)]  # servers that are gone carry nothing
+    return {"rate": total / seconds, "cpu": cpu / seconds / os.cpu_count(), "cpu_s_per_gb": own / (total / 1e9),
+            "most": max(carried) / statistics.mean(carried)}
 
 
 def write_file(path, each, salt):
-    """Bytes that do not compress."""
-    data = [os.urandom(PIECE) for _ in range(4)]
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for n in range(each // PIECE):
-        os.write(fd, data[(n + salt) % 4])
+        os.write(fd, DATA[(n + salt) % 4])
     os.fsync(fd)
     os.close(fd)
     return each
@@ -240,47 +278,94 @@ def read_file(path, each, _salt):
     return done
 
 
-def lookups(arguments):
-    """How long one lookup takes, one at a time, with and without eight readers that stream; interleaved."""
-    say("lookups with and without eight streaming readers")
-    cluster = Cluster(arguments, "replicas:1", 2)
+def bare_tcp(arguments):
+    """Bytes per second of one TCP stream through one cable, without us."""
+    cluster = Cluster(arguments, "replicas:1", 1)
     try:
-        each = int(2 * LIMIT * 20 / STREAMS / PIECE) * PIECE
-        stream(cluster, "write", each)
-        alone, beside, reading = [], [], []
-        for _ in range(max(3, arguments.rounds)):
-            cluster.cold()
-            alone.append(lookup_us(cluster))
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                readers = pool.submit(stream, cluster, "read", each)
-                time.sleep(1)
-                beside.append(lookup_us(cluster))
-                reading.append(readers.result())
-        return {"alone_us": statistics.median(alone), "beside_us": statistics.median(beside),
-                "ratio": statistics.median(b / a for a, b in zip(alone, beside)),
-                "alone_all_us": alone, "beside_all_us": beside,
-                "readers_mb_s": statistics.median(r[0] for r in reading) / 1e6,
-                "cpu": statistics.median(r[1] for r in reading)}
+        send = ("import socket, time; s = socket.create_server(('', 9000)); c, _ = s.accept(); b = bytes(1 << 20); "
+                "end = time.monotonic() + 3\nwhile time.monotonic() < end: c.sendall(b)")
+        take = ("import socket, time; c = socket.create_connection(('10.77.0.2', 9000)); b = bytearray(1 << 20)\n"
+                "end = time.monotonic() + 0.5\nwhile time.monotonic() < end: c.recv_into(b)\n"
+                "began, got = time.monotonic(), 0\nwhile n := c.recv_into(b): got += n\nprint(got / (time.monotonic() - began))")
+        inside = lambda host, code: ["nsenter", f"--net=/run/netns/{cluster.name}.{host}", sys.executable, "-c", code]
+        sender = subprocess.Popen(inside("data-0", send))
+        time.sleep(0.5)
+        got = subprocess.run(inside("client-0", take), capture_output=True, text=True, check=True).stdout
+        sender.wait()
+        return float(got)
     finally:
         cluster.close()
 
 
-def lookup_us(cluster):
-    ran = cluster.ask("bench", "lookups", "--in-flight", "1", "--files", "200", "--time", "3s", "--json")
-    if ran.returncode != 0:
-        sys.exit(ran.stderr)
-    return 1e6 / json.loads(ran.stdout)["per_second"]
+def lookups(arguments):
+    """How long a stat takes and where it waits, with and without eight readers that stream; interleaved."""
+    say("lookups with and without eight streaming readers")
+    cluster = Cluster(arguments, "replicas:1", 2)
+    rounds, seconds, pause = max(5, arguments.rounds), 3, 1.5
+    try:
+        each = int(2 * LIMIT * (seconds + 2 * pause) / STREAMS / PIECE) * PIECE
+        stream(cluster, "write", each)
+        alone, beside, reading = [], [], []
+        for round_ in range(rounds):
+            cluster.cold()
+            alone.append(stat_waits(cluster, seconds, f"a{round_}"))
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                readers = pool.submit(stream, cluster, "read", each)
+                time.sleep(pause)
+                beside.append(stat_waits(cluster, seconds, f"b{round_}"))
+                if readers.done():
+                    say("the readers ended before the lookups did: this round says little")
+                reading.append(readers.result())
+        names = {"start": "in the service, from arrival to execution", "answer": "in the service, from arrival to the answer sent",
+                 "send": "at the client, from the call to the socket", "whole": "whole stat, as the program sees it"}
+        waits = []
+        for name, what in names.items():
+            a, b = [w[name] for w in alone], [w[name] for w in beside]
+            ratios = [y / x for x, y in zip(a, b)]
+            waits.append({"what": what, "alone_us": statistics.median(a), "beside_us": statistics.median(b),
+                          "ratio": statistics.median(ratios), "ratios": ratios, "alone_all_us": a, "beside_all_us": b})
+        return {"waits": waits, "readers_mb_s": statistics.median(r["rate"] for r in reading) / 1e6,
+                "cpu": statistics.median(r["cpu"] for r in reading)}
+    finally:
+        cluster.close()
 
 
-def summary(lines):
+def stat_waits(cluster, seconds, tag):
+    """Stats names that do not exist, each once, so that no cache can answer: medians in microseconds."""
+    before = {**cluster.waits("meta"), "send": cluster.waits("client-0").get("send", {})}
+    whole, end, n = [], time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        path, began = cluster.mounts[0] / f"no-{tag}-{n}", time.perf_counter()
+        if path.exists():
+            sys.exit(f"{path} exists")
+        whole.append((time.perf_counter() - began) * 1e6)
+        n += 1
+    after = {**cluster.waits("meta"), "send": cluster.waits("client-0")["send"]}
+    found = {name: middle(before.get(name, {}), after[name]) for name in ("start", "answer", "send")}
+    return {**found, "whole": statistics.median(whole)}
+
+
+def middle(before, after):
+    """The median of what a histogram counted in between, in microseconds, straight within a class."""
+    counts = [(bound, count - before.get(bound, 0)) for bound, count in sorted(after.items())]
+    half, last, low = counts[-1][1] / 2, 0, 0
+    for bound, count in counts:
+        if count >= half and count > last:
+            return (low + (bound - low) * (half - last) / (count - last)) * 1e6
+        last, low = count, bound
+    return 0
+
+
+def summary(lines, tcp):
     keys = list(dict.fromkeys((l["scheme"], l["servers"], l["what"]) for l in lines))
     out = []
     for scheme, servers, what in keys:
         same = [l for l in lines if (l["scheme"], l["servers"], l["what"]) == (scheme, servers, what)]
         rates = sorted(l["rate"] for l in same)
         rate, bound = statistics.median(rates), same[0]["bound"]
+        most = statistics.median(l["most"] for l in same)
         out.append({"scheme": scheme, "servers": servers, "what": what, "mb_s": rate / 1e6, "low": rates[0] / 1e6,
-                    "high": rates[-1] / 1e6, "bound_mb_s": bound / 1e6, "of_bound": rate / bound,
+                    "high": rates[-1] / 1e6, "bound_mb_s": bound / 1e6, "of_bound": rate / bound, "of_tcp": rate / (bound * tcp / LIMIT), "most": most,
                     "cpu_busy": statistics.median(l["cpu"] for l in same),
                     "cpu_s_per_gb": statistics.median(l["cpu_s_per_gb"] for l in same)})
     for entry in out:
@@ -293,15 +378,22 @@ def summary(lines):
 def show(report):
     for key, value in report["conditions"].items():
         print(f"{key}: {value}")
-    print(f"\n{'scheme':12}{'servers':>8}  {'what':22}{'MB/s':>8}{'spread':>14}{'bound':>8}{'of it':>7}{'CPU':>7}{'CPU s/GB':>10}")
+    if report["lines"]:
+        print(f"a bare TCP stream through one such cable: {report['bare_tcp_mb_s']:.1f} MB/s")
+        print(f"\n{'scheme':12}{'servers':>8}  {'what':22}{'MB/s':>8}{'spread':>14}{'bound':>8}{'of it':>7}{'of TCP':>8}{'most':>7}"
+              f"{'CPU':>7}{'CPU s/GB':>10}")
     for e in report["lines"]:
         spread = f"{e['low']:.0f}-{e['high']:.0f}"
         more = f"   {e['of_healthy']:.2f} of healthy" if "of_healthy" in e else ""
         print(f"{e['scheme']:12}{e['servers']:>8}  {e['what']:22}{e['mb_s']:>8.0f}{spread:>14}{e['bound_mb_s']:>8.0f}"
-              f"{e['of_bound']:>7.2f}{e['cpu_busy']:>7.0%}{e['cpu_s_per_gb']:>10.2f}{more}")
+              f"{e['of_bound']:>7.2f}{e['of_tcp']:>8.2f}{e['most']:>7.2f}{e['cpu_busy']:>7.0%}{e['cpu_s_per_gb']:>10.2f}{more}")
     if waits := report["lookups"]:
-        print(f"\nlookup, one at a time: {waits['alone_us']:.0f} us alone, {waits['beside_us']:.0f} us beside eight readers of "
-              f"{waits['readers_mb_s']:.0f} MB/s (ratio {waits['ratio']:.2f}, CPU {waits['cpu']:.0%} busy)")
+        print(f"\nstat of a name that no cache knows, one at a time through the mount of a client that streams, beside eight readers of "
+              f"{waits['readers_mb_s']:.0f} MB/s (CPU {waits['cpu']:.0%} busy); medians, us")
+        print(f"{'':52}{'alone':>8}{'beside':>8}{'ratio':>7}{'ratios':>14}")
+        for e in waits["waits"]:
+            print(f"{e['what']:52}{e['alone_us']:>8.1f}{e['beside_us']:>8.1f}{e['ratio']:>7.2f}"
+                  f"{min(e['ratios']):>9.2f}-{max(e['ratios']):.2f}")
 
 
 def conditions(arguments, seconds):
@@ -313,7 +405,7 @@ def conditions(arguments, seconds):
         "version": said(arguments.torchfs, "--version"), "kernel": platform.release(), "cores": os.cpu_count(),
         "cable": f"tc tbf, {LIMIT // 1_000_000} MB/s each way at each data server", "clients": "2 agents, 4 streams each, 1 MiB calls",
         "data": "random bytes, not compressible", "cache": "agents anew, kernel's caches dropped before reads",
-        "cpu": "all CPUs of the machine, user and system, everything on it", "rounds": arguments.rounds, "took_s": round(seconds),
+        "cpu": "busy: all CPUs of the machine, everything on it; s/GB: our processes", "rounds": arguments.rounds, "took_s": round(seconds),
     }
 
 
