@@ -188,11 +188,7 @@ fn a_drain_shows_its_progress_survives_its_command_and_says_when_it_cannot_end()
     let end = json(&cluster, "drain 1 --rate 0");
     assert_eq!(end["drains"][0]["groups"], 0, "{end}");
     assert!(end["drains"][0]["moved_bytes"].as_u64() > Some(1 << 20), "{end}");
-    // On a busy machine a server may count as suspected for a moment, which is shown first.
-    eventually("`servers` to say `drained`", || {
-        let said = cluster.torchfs(["servers"]).ok();
-        if said.contains("drained") { Ok(()) } else { Err(said) }
-    });
+    says(&cluster, "servers", "drained");
     // Three are left for three copies: the next one cannot be emptied.
     refuses(cluster.torchfs(["drain", "2"]), "drain 2 --stop");
     says(&cluster, "servers", "no other server to go to");
@@ -263,4 +259,51 @@ fn fsck_names_the_files_that_are_hurt() {
     assert_eq!(said.lines().filter(|line| line.starts_with("  train:/deep/er/f")).count(), 100, "{said}");
     cluster.restart();
     assert_eq!(json(&cluster, "fsck --data")["clean"], true);
+}
+
+#[test]
+fn every_command_works_while_programs_write_and_read() {
+    let cluster = cluster(4, "replicas:2");
+    says(&cluster, "volume create train --redundancy ec:2+1 --block-size 1MiB --compression lz4", "train");
+    let mount = cluster.mount_volume(Some("train"));
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let content = |n: u64| Rng::new(n).bytes(1_500_000);
+    let path = |n: u64| mount.at(&format!("w{}", n % 12));
+    let working = || !stop.load(std::sync::atomic::Ordering::Relaxed);
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            let mut n = 0;
+            while working() {
+                fs::write(path(n), content(n)).unwrap();
+                assert!(fs::read(path(n)).unwrap() == content(n), "w{n} is another one");
+                n += 1;
+            }
+            n
+        });
+        let folder = mount.at("ckpt");
+        fs::create_dir(&folder).unwrap();
+        fs::write(folder.join("a"), content(99)).unwrap();
+        let folder = folder.to_str().unwrap();
+        says(&cluster, &format!("policy set {folder} --redundancy replicas:3"), "replicas:3");
+        says(&cluster, &format!("policy restripe {folder}"), "1 of 1 files");
+        says(&cluster, "volume set train --compression zstd", "changed");
+        says(&cluster, "rebalance", "rebalance is done");
+        says(&cluster, "scrub", "0 bad pieces found");
+        says(&cluster, "top --interval 200ms", "SESSION");
+        let end = json(&cluster, "drain 4");
+        assert_eq!(end["drains"][0]["groups"], 0, "{end}");
+        assert_eq!(json(&cluster, "servers remove 4")["removed"], 4);
+        says(&cluster, "fsck --data", "clean");
+        refuses(cluster.torchfs(["volume", "rm", "train"]), "unmount");
+        // Its process lives on and speaks, but it is not a server any more.
+        eventually("the removed server to be told so", || {
+            let logs: Vec<String> = cluster.data.iter().map(|server| server.log()).collect();
+            let told = logs.iter().any(|log| log.contains("was removed from this cluster"));
+            if told { Ok(()) } else { Err(logs.join("\n")) }
+        });
+        assert_eq!(json(&cluster, "servers")["servers"].as_array().unwrap().len(), 3);
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert!(writer.join().unwrap() > 0);
+    });
+    assert!(fs::read(mount.at("ckpt/a")).unwrap() == content(99));
 }
