@@ -188,7 +188,11 @@ fn a_drain_shows_its_progress_survives_its_command_and_says_when_it_cannot_end()
     let end = json(&cluster, "drain 1 --rate 0");
     assert_eq!(end["drains"][0]["groups"], 0, "{end}");
     assert!(end["drains"][0]["moved_bytes"].as_u64() > Some(1 << 20), "{end}");
-    says(&cluster, "servers", "drained");
+    // On a busy machine a server may count as suspected for a moment, which is shown first.
+    eventually("`servers` to say `drained`", || {
+        let said = cluster.torchfs(["servers"]).ok();
+        if said.contains("drained") { Ok(()) } else { Err(said) }
+    });
     // Three are left for three copies: the next one cannot be emptied.
     refuses(cluster.torchfs(["drain", "2"]), "drain 2 --stop");
     says(&cluster, "servers", "no other server to go to");
