@@ -281,6 +281,10 @@ impl Host for KernelHost {
         });
     }
 
+    fn expire_entries(&self, folder: Ino) -> bool {
+        self.0.expire_entries(folder.0)
+    }
+
     fn settled(&self) -> Pin<Box<dyn Future<Output = ()> + Send>> {
         Box::pin(self.0.settled())
     }

@@ -19,6 +19,10 @@ pub trait Host: Send + Sync {
     /// A cached entry, positive or negative, is void.
     fn invalidate_entry(&self, parent: Ino, name: &[u8]);
 
+    /// All cached entries are void from now on, and the attributes of a folder, whatever the kernel holds locks for. False if the
+    /// kernel cannot do that.
+    fn expire_entries(&self, folder: Ino) -> bool;
+
     /// Ready when all notifications queued so far were delivered.
     fn settled(&self) -> BoxFuture<'static, ()>;
 }
@@ -33,6 +37,10 @@ impl Host for NoHost {
     fn invalidate_attr(&self, _: Ino) {}
 
     fn invalidate_entry(&self, _: Ino, _: &[u8]) {}
+
+    fn expire_entries(&self, _: Ino) -> bool {
+        true
+    }
 
     fn settled(&self) -> BoxFuture<'static, ()> {
         Box::pin(std::future::ready(()))

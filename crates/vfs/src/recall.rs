@@ -1,7 +1,7 @@
 //! Giving leases back: recalls, the loss of all leases, the end of the session.
 //!
-//! The kernel may hold the lock of a folder for an operation that waits for the very recall we serve, so its invalidations
-//! are not waited for without end: our own caches go first, from then on answers carry a timeout of zero, the
+//! The kernel may hold a lock for an operation that waits for the very recall we serve, so its invalidations are not waited for
+//! without end: our own caches go first, from then on answers carry a timeout of zero, the
 //! notifications are queued, and the acknowledgement follows when they were delivered or the time is up.
 
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use futures_util::future::BoxFuture;
+use futures_util::future::{BoxFuture, Either, select};
 use torchfs_client::Keeper;
 use torchfs_proto::Ino;
 use torchfs_proto::attr::Raw;
@@ -133,8 +133,12 @@ impl Vfs {
             node.lock().recalling -= 1;
             node.progress.notify();
         }
-        self.tell_kernel(node, bits, &names);
-        self.host_settled().await;
+        if bits & lease::NAMES != 0 {
+            self.forget_names(node, &names).await;
+        } else {
+            self.tell_kernel(node, bits);
+            self.host_settled().await;
+        }
         node.lock().writers > 0
     }
 
@@ -159,15 +163,29 @@ impl Vfs {
         known
     }
 
-    fn tell_kernel(&self, node: &Inode, bits: u8, names: &[Bytes]) {
+    fn tell_kernel(&self, node: &Inode, bits: u8) {
         let host = &self.0.host;
         if bits & (lease::READ | lease::WRITE) != 0 {
             host.invalidate_data(node.ino, 0, 0);
         } else if bits & lease::ATTR != 0 {
             host.invalidate_attr(node.ino);
         }
-        for name in names {
-            host.invalidate_entry(node.ino, name);
+    }
+
+    /// Has the kernel forget names of a folder. It takes the folder's lock for each of them, which an operation here may hold that
+    /// waits for the very operation elsewhere that we hold up. Then all entries of all folders are made to be asked for again, which
+    /// takes no lock.
+    async fn forget_names(&self, node: &Inode, names: &[Bytes]) {
+        let host = &self.0.host;
+        let busy = node.lock().busy > 0;
+        if busy && host.expire_entries(node.ino) {
+            return;
+        }
+        host.invalidate_attr(node.ino);
+        names.iter().for_each(|name| host.invalidate_entry(node.ino, name));
+        let settled = select(host.settled(), self.0.tick.listen()).await;
+        if matches!(settled, Either::Right(_)) && !host.expire_entries(node.ino) {
+            self.host_settled().await;
         }
     }
 }

@@ -368,3 +368,31 @@ fn appends_of_a_client_that_lost_its_lease_go_behind_those_of_others() {
         want = found;
     }
 }
+
+/// The kernel of each mount held the folder's lock for a creation that waited for the other mount to have its kernel forget names,
+/// for which that needed the lock: each creation took two seconds, until the notification was given up.
+#[test]
+fn creations_of_two_mounts_in_one_folder_do_not_wait_for_each_others_kernels() {
+    let (_cluster, one, two) = two();
+    fs::create_dir(one.at("d")).unwrap();
+    let each = count(30, 600);
+    let began = std::time::Instant::now();
+    std::thread::scope(|scope| {
+        for (side, mount) in [&one, &two].into_iter().enumerate() {
+            for thread in 0..2 {
+                scope.spawn(move || {
+                    for n in 0..each / 2 {
+                        let name = format!("d/{side}-{thread}-{n}");
+                        File::create(mount.at(&name)).unwrap();
+                        assert!(mount.at(&name).exists());
+                    }
+                });
+            }
+        }
+    });
+    // It takes 0.2 s; each wait for the kernel takes two.
+    assert!(began.elapsed().as_secs() < each / 4, "{each} creations took {:?}", began.elapsed());
+    for mount in [&one, &two] {
+        assert_eq!(fs::read_dir(mount.at("d")).unwrap().count() as u64, each * 2);
+    }
+}

@@ -76,6 +76,7 @@ struct Shared {
     queue: Mutex<Queue>,
     more: Condvar,
     bound: usize,
+    device: Arc<Device>,
 }
 
 #[derive(Debug, Default)]
@@ -98,15 +99,14 @@ enum Item {
 /// The thread that writes notices, until [`Notifier::stop`].
 pub(super) struct Writer {
     shared: Arc<Shared>,
-    device: Arc<Device>,
 }
 
 impl Notifier {
     pub(super) fn new(device: Arc<Device>, bound: usize) -> (Notifier, Writer) {
         let bound = bound.max(16);
         let queue = Mutex::new(Queue { gather_at: bound, ..Queue::default() });
-        let shared = Arc::new(Shared { queue, more: Condvar::new(), bound });
-        (Notifier(Arc::clone(&shared)), Writer { shared, device })
+        let shared = Arc::new(Shared { queue, more: Condvar::new(), bound, device });
+        (Notifier(Arc::clone(&shared)), Writer { shared })
     }
 
     /// Queues a notice. It has no effect once the mount is gone.
@@ -155,6 +155,18 @@ impl Notifier {
         self.settled().await;
     }
 
+    /// Makes every entry stale before this returns, and the attributes of a folder: the kernel takes no lock for that. False if
+    /// it cannot.
+    pub fn expire_entries(&self, folder: u64) -> bool {
+        let able = {
+            let queue = self.0.queue.lock();
+            queue.epochs && !queue.stopped
+        };
+        able && [Notice::Inode { ino: folder, offset: None, len: 0 }, Notice::Epoch]
+            .iter()
+            .all(|notice| self.0.write(notice))
+    }
+
     /// The kernel said whether it knows epochs.
     pub(super) fn set_epochs(&self, epochs: bool) {
         self.0.queue.lock().epochs = epochs;
@@ -175,7 +187,7 @@ impl Writer {
     pub fn run(self) {
         while let Some(item) = self.next() {
             match item {
-                Item::Notice(notice) => self.write(&notice),
+                Item::Notice(notice) => drop(self.shared.write(&notice)),
                 Item::Barrier(done) => {
                     let _ = done.send(());
                 }
@@ -198,15 +210,19 @@ impl Writer {
             self.shared.more.wait(&mut queue);
         }
     }
+}
 
-    fn write(&self, notice: &Notice) {
+impl Shared {
+    /// Tells the kernel; false if it refused.
+    fn write(&self, notice: &Notice) -> bool {
         metrics::notices().increment(1);
         let (code, fixed, data) = encode(notice);
         match self.device.notify(code, &fixed, data) {
             Err(error) if !is_harmless(&error) => {
                 tracing::warn!(%error, ?notice, "the kernel refused a notification");
+                false
             }
-            _ => {}
+            _ => true,
         }
     }
 }
