@@ -10,6 +10,7 @@
 //! - Commits of a file are sent one at a time, in the order of its writes.
 //! - A round that fails is not tried again: its bytes are given up and the error latches on every open handle.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -36,8 +37,8 @@ pub(crate) const STALE_TRIES: u32 = 300;
 /// Bytes of a file on their way into one block, or into the commit itself.
 pub(crate) struct Sealed {
     batch: Batch,
-    /// The last write in here.
-    last: Number,
+    /// The first and the last write in here.
+    writes: RangeInclusive<Number>,
     pub(crate) len: u64,
     ranges: Vec<Placed>,
     body: Body,
@@ -71,7 +72,7 @@ pub(crate) struct PutJob {
 struct Round {
     sealed: Vec<Sealed>,
     /// With it, all writes up to this one are committed.
-    upto: Option<Number>,
+    upto: Number,
     mtime: Option<Time>,
     kill_privileges: bool,
     errors: u64,
@@ -79,7 +80,7 @@ struct Round {
 
 impl Sealed {
     /// Runs that share one block.
-    pub(crate) fn block(batch: Batch, last: Number, runs: Vec<Run>) -> (Sealed, PutJob) {
+    pub(crate) fn block(batch: Batch, writes: RangeInclusive<Number>, runs: Vec<Run>) -> (Sealed, PutJob) {
         let put = Arc::new(Put::default());
         let mut ranges = Vec::with_capacity(runs.len());
         let mut parts = Vec::new();
@@ -89,17 +90,17 @@ impl Sealed {
             at += run.len;
             parts.extend(run.parts);
         }
-        let sealed = Sealed { batch, last, len: at, ranges, body: Body::Block(put.clone()) };
+        let sealed = Sealed { batch, writes, len: at, ranges, body: Body::Block(put.clone()) };
         (sealed, PutJob { put, parts })
     }
 
     /// Runs so short that the commit carries them.
-    fn inline(batch: Batch, last: Number, runs: Vec<Run>) -> Sealed {
+    fn inline(batch: Batch, writes: RangeInclusive<Number>, runs: Vec<Run>) -> Sealed {
         let ranges: Vec<Placed> =
             runs.iter().map(|run| Placed { offset: run.offset, len: run.len, at: 0 }).collect();
         let len = ranges.iter().map(|range| range.len).sum();
         let bodies = runs.into_iter().map(|run| run.parts.concat().into()).collect();
-        Sealed { batch, last, len, ranges, body: Body::Inline(bodies) }
+        Sealed { batch, writes, len, ranges, body: Body::Inline(bodies) }
     }
 
     /// The operations that name the bytes, once they are where they belong.
@@ -220,7 +221,7 @@ impl Vfs {
                 let mut state = node.lock();
                 let Some(file) = &mut state.file else { continue };
                 frees |= file.flushing;
-                let last = file.sealed.iter().map(|sealed| sealed.last).max();
+                let last = file.sealed.iter().map(|sealed| *sealed.writes.end()).max();
                 file.want = file.want.max(last.unwrap_or(0));
                 last.is_some()
             };
@@ -381,7 +382,7 @@ impl Vfs {
             file.flushing = false;
             return None;
         }
-        let last = file.sealed.iter().map(|sealed| sealed.last).max().unwrap_or(0);
+        let last = file.sealed.iter().map(|sealed| *sealed.writes.end()).max().unwrap_or(0);
         let oldest = file.overlay.oldest_dirty();
         let older_stay = oldest.is_some_and(|oldest| oldest < last);
         // What is wanted is in the sealed blocks, and all of the last write.
@@ -390,21 +391,23 @@ impl Vfs {
         if !suffices || older_stay || file.sealed.is_empty() {
             jobs = seal_all(file, most);
         }
-        let mut sealed = Vec::new();
-        let (mut ranges, mut blocks) = (0, 0);
+        let mut sealed: Vec<Sealed> = Vec::new();
+        let (mut ranges, mut blocks, mut last) = (0, 0, 0);
         while let Some(next) = file.sealed.front() {
             ranges += next.ranges.len();
             blocks += 1;
-            if !sealed.is_empty() && (ranges > COMMIT_RANGES_MAX || blocks > COMMIT_BLOCKS_MAX) {
+            let too_much = ranges > COMMIT_RANGES_MAX || blocks > COMMIT_BLOCKS_MAX;
+            // Of much that streams, what is there already: its memory is needed for what follows, before all of it is there.
+            let later = streamed && !next.is_put() && file.sealed.iter().all(|s| *s.writes.start() > last);
+            if !sealed.is_empty() && (too_much || later) {
                 break;
             }
+            last = last.max(*next.writes.end());
             sealed.extend(file.sealed.pop_front());
         }
-        let upto = match (file.sealed.is_empty(), file.overlay.oldest_dirty()) {
-            (false, _) => None,
-            (true, Some(oldest)) => Some(oldest.saturating_sub(1)),
-            (true, None) => Some(file.number),
-        };
+        let stays = file.sealed.iter().map(|sealed| *sealed.writes.start());
+        let oldest = stays.chain(file.overlay.oldest_dirty()).min();
+        let upto = oldest.map_or(file.number, |oldest| oldest.saturating_sub(1));
         let round = Round {
             sealed,
             upto,
@@ -519,9 +522,7 @@ impl Vfs {
             }
         }
         self.0.budget.adjust(before, file.overlay.bytes());
-        if let Some(upto) = round.upto {
-            file.committed = file.committed.max(upto);
-        }
+        file.committed = file.committed.max(round.upto);
         if !file.is_dirty() {
             file.is_clean();
         } else {
@@ -555,18 +556,18 @@ impl File {
 fn seal_all(file: &mut File, most: u64) -> Vec<PutJob> {
     let little = file.fits_inline();
     file.batch += 1;
-    let (runs, last) = file.overlay.seal(0..u64::MAX, file.batch);
+    let (runs, writes) = file.overlay.seal(0..u64::MAX, file.batch);
     if runs.is_empty() {
         return Vec::new();
     }
     if little {
-        let sealed = Sealed::inline(file.batch, last, runs);
+        let sealed = Sealed::inline(file.batch, writes, runs);
         file.sealed.push_back(sealed);
         return Vec::new();
     }
     let mut jobs = Vec::new();
     for group in pack(runs, most) {
-        let (sealed, job) = Sealed::block(file.batch, last, group);
+        let (sealed, job) = Sealed::block(file.batch, writes.clone(), group);
         file.sealed.push_back(sealed);
         jobs.push(job);
     }
@@ -648,7 +649,7 @@ mod tests {
 
     #[test]
     fn what_moves_with_the_end_keeps_its_bytes() {
-        let mut sealed = Sealed::inline(1, 1, vec![run(0, b"head"), run(10, b"keeptail"), run(20, b"more")]);
+        let mut sealed = Sealed::inline(1, 1..=1, vec![run(0, b"head"), run(10, b"keeptail"), run(20, b"more")]);
         sealed.shift(14, 100);
         let mut ops = Vec::new();
         sealed.ops(&mut Vec::new(), &mut ops).unwrap();

@@ -15,7 +15,7 @@
 //! Which ranges are sealed when: write.rs. What a batch becomes: commit.rs.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
 use bytes::Bytes;
 
@@ -146,17 +146,18 @@ impl Overlay {
         start
     }
 
-    /// Takes the dirty bytes of a range for a batch; they stay visible. Also says which write was the last of them.
-    pub(crate) fn seal(&mut self, range: Range<u64>, batch: Batch) -> (Vec<Run>, Number) {
+    /// Takes the dirty bytes of a range for a batch; they stay visible. Also says which writes were the first and the last of them.
+    pub(crate) fn seal(&mut self, range: Range<u64>, batch: Batch) -> (Vec<Run>, RangeInclusive<Number>) {
         self.split(range.start);
         self.split(range.end);
         let mut runs: Vec<Run> = Vec::new();
-        let mut last = 0;
+        let (mut first, mut last) = (Number::MAX, 0);
         for (&start, piece) in self.pieces.range_mut(range) {
             if piece.batch != 0 {
                 continue;
             }
             piece.batch = batch;
+            first = first.min(piece.born);
             last = last.max(piece.last);
             self.dirty -= piece.len();
             let bytes = piece.freeze();
@@ -168,7 +169,7 @@ impl Overlay {
                 _ => runs.push(Run { offset: start, len: bytes.len() as u64, parts: vec![bytes] }),
             }
         }
-        (runs, last)
+        (runs, first..=last)
     }
 
     /// Removes what is still visible of a batch within a range: the extents have it, or it is lost.
@@ -412,8 +413,8 @@ mod tests {
         let data = Bytes::from(vec![7; 1 << 20]);
         let mut overlay = Overlay::default();
         overlay.write(4096, data.clone(), 1);
-        let (runs, last) = overlay.seal(0..u64::MAX, 1);
-        assert_eq!(last, 1);
+        let (runs, writes) = overlay.seal(0..u64::MAX, 1);
+        assert_eq!(writes, 1..=1);
         assert_eq!(runs[0].parts[0].as_ptr(), data.as_ptr());
     }
 }

@@ -272,8 +272,8 @@ fn seal_block(file: &mut File, offset: u64, end: u64, block: u64) -> Option<PutJ
         return None;
     }
     file.batch += 1;
-    let (runs, last) = file.overlay.seal(start..boundary, file.batch);
-    let (sealed, job) = Sealed::block(file.batch, last, runs);
+    let (runs, writes) = file.overlay.seal(start..boundary, file.batch);
+    let (sealed, job) = Sealed::block(file.batch, writes, runs);
     file.sealed.push_back(sealed);
     Some(job)
 }
