@@ -649,7 +649,8 @@ mod tests {
 
     #[test]
     fn what_moves_with_the_end_keeps_its_bytes() {
-        let mut sealed = Sealed::inline(1, 1..=1, vec![run(0, b"head"), run(10, b"keeptail"), run(20, b"more")]);
+        let mut sealed =
+            Sealed::inline(1, 1..=1, vec![run(0, b"head"), run(10, b"keeptail"), run(20, b"more")]);
         sealed.shift(14, 100);
         let mut ops = Vec::new();
         sealed.ops(&mut Vec::new(), &mut ops).unwrap();
