@@ -92,9 +92,7 @@ impl Vfs {
             open: false,
         };
         let (node, attr, _) = self.made(make).await?;
-        let mut state = node.lock();
-        state.refs += 1;
-        Ok(self.answer(&state, attr))
+        Ok(self.refer(&node, attr).await)
     }
 
     /// Makes and opens a file; adds one reference.
@@ -143,13 +141,7 @@ impl Vfs {
                 Ok((node, attr))
             })
             .await?;
-        let answer = {
-            let mut state = node.lock();
-            state.refs += 1;
-            self.answer(&state, attr)
-        };
-        self.before_told(&node, &answer).await;
-        Ok(answer)
+        Ok(self.refer(&node, attr).await)
     }
 
     /// Removes a name that is not a folder's.
@@ -274,6 +266,17 @@ impl Vfs {
         .await
     }
 
+    /// Adds a reference of the kernel's, and gives what it is told.
+    async fn refer(&self, node: &Inode, attr: Attr) -> Node {
+        let answer = {
+            let mut state = node.lock();
+            state.refs += 1;
+            self.answer(&state, attr)
+        };
+        self.before_told(node, &answer).await;
+        answer
+    }
+
     /// An entry from memory, if leases protect it and what it names.
     fn find_entry(&self, parent: Ino, name: &[u8]) -> Option<(Option<Arc<Inode>>, Found)> {
         let (ino, ttl) = self.find_name(parent, name)?;
@@ -380,13 +383,7 @@ impl Vfs {
                 return Err(fault);
             }
         }
-        let answer = {
-            let mut state = node.lock();
-            state.refs += 1;
-            self.answer(&state, attr)
-        };
-        self.before_told(&node, &answer).await;
-        Ok((answer, opened))
+        Ok((self.refer(&node, attr).await, opened))
     }
 
     /// Sends a Make and takes in what came of it.
