@@ -416,6 +416,9 @@ impl BlockServer {
             let store = disk.store.clone();
             let verify = move || {
                 let verified = store.verify(block, piece);
+                if verified.is_err() {
+                    store.keep_marks();
+                }
                 drop(place);
                 verified
             };

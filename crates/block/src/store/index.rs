@@ -10,11 +10,11 @@
 //! # Invariants
 //! - `live` of a segment is the sum of the footprints of its live pieces, `tombs` that of its tombstones that are needed.
 //! - A key in `bad` lives: some of its bytes are not what was put. They are kept, and checked before they are served, until
-//!   a good copy is here.
+//!   a good copy is here. Their marks are stored by the writer (`marks`).
 //! - A key with a dead record somewhere has an entry in `dead`; with the last such record the entry and the need for
 //!   its tombstone end.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -126,7 +126,10 @@ pub struct Held {
 pub struct Index {
     live: BTreeMap<Key, Entry>,
     dead: HashMap<Key, Dead>,
-    bad: BTreeSet<Key>,
+    /// Damaged pieces, and whether the mark is kept over a restart.
+    bad: BTreeMap<Key, bool>,
+    /// The marks are not those that were kept last.
+    marks_changed: bool,
     pub segments: BTreeMap<u32, Segment>,
     /// Stored bytes of all live pieces.
     payload: u64,
@@ -139,12 +142,26 @@ impl Index {
 
     /// Whether the live piece is known to be damaged.
     pub fn is_bad(&self, key: &Key) -> bool {
-        self.bad.contains(key)
+        self.bad.contains_key(key)
     }
 
-    /// All damaged pieces, in order.
+    /// All damaged pieces whose marks are kept, in order.
     pub fn bad(&self) -> impl Iterator<Item = Key> {
-        self.bad.iter().copied()
+        self.bad.iter().filter(|(_, kept)| **kept).map(|(key, _)| *key)
+    }
+
+    /// All marks, if they changed since the last time.
+    pub fn changed_marks(&mut self) -> Option<Vec<Key>> {
+        std::mem::take(&mut self.marks_changed).then(|| self.bad.keys().copied().collect())
+    }
+
+    /// These marks are kept as well as can be.
+    pub fn marks_kept(&mut self, keys: &[Key]) {
+        for key in keys {
+            if let Some(kept) = self.bad.get_mut(key) {
+                *kept = true;
+            }
+        }
     }
 
     /// How many pieces are damaged.
@@ -154,12 +171,19 @@ impl Index {
 
     /// The piece is damaged, if it still is the one that was looked at; whether that is news.
     pub fn mark_bad(&mut self, key: Key, entry: &Entry) -> bool {
-        self.live.get(&key) == Some(entry) && self.bad.insert(key)
+        if self.live.get(&key) != Some(entry) || self.bad.contains_key(&key) {
+            return false;
+        }
+        self.bad.insert(key, false);
+        self.marks_changed = true;
+        true
     }
 
     /// The piece is whole: written anew, or its disk recovered; whether it was damaged before.
     pub fn mark_good(&mut self, key: &Key) -> bool {
-        self.bad.remove(key)
+        let was = self.bad.remove(key).is_some();
+        self.marks_changed |= was;
+        was
     }
 
     /// How many pieces live.
@@ -215,7 +239,7 @@ impl Index {
 
     /// A tombstone of this piece is durable in the given segment.
     pub fn delete(&mut self, key: Key, tomb_segment: u32) {
-        self.bad.remove(&key);
+        self.mark_good(&key);
         if let Some(old) = self.live.remove(&key) {
             self.payload -= u64::from(old.payload);
             self.sub_live(old.segment, old.footprint());
@@ -306,7 +330,7 @@ impl Index {
         for (key, dead) in &self.dead {
             assert_eq!(records.get(key), Some(&dead.records), "dead records of {key:?}");
         }
-        assert!(self.bad.iter().all(|key| self.live.contains_key(key)));
+        assert!(self.bad.keys().all(|key| self.live.contains_key(key)));
         assert_eq!(self.payload, self.live.values().map(|entry| u64::from(entry.payload)).sum::<u64>());
     }
 

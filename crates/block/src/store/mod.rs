@@ -22,6 +22,7 @@ mod compact;
 mod cursor;
 mod format;
 mod index;
+mod marks;
 mod open;
 mod read;
 mod scan;
@@ -216,6 +217,8 @@ enum Op {
     Delete(Dead, Done<u64>),
     /// Write the segment's header again if it cannot be read; answers whether that was so.
     Header(u32, Done<bool>),
+    /// Make the marks of damaged pieces durable.
+    Marks(Done<()>),
 }
 
 /// What to delete.
@@ -233,7 +236,7 @@ impl Op {
             Op::Delete(Dead::Blocks(blocks), _) => blocks.len() as u64 * 16 + 256,
             Op::Delete(Dead::Pieces(pieces), _) => pieces.len() as u64 * 24 + 256,
             Op::Delete(Dead::Range(_, keep), _) => keep.len() as u64 * 32 + 256,
-            Op::Header(..) => 256,
+            Op::Header(..) | Op::Marks(_) => 256,
         }
     }
 }

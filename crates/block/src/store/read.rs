@@ -18,7 +18,7 @@ use torchfs_rpc::AlignedBuf;
 
 use super::format::{PAGE, PieceHeader, Record, Refused, SegmentHeader, What};
 use super::index::{Entry, Held, Key};
-use super::{Shared, Store};
+use super::{Op, Shared, Store};
 use crate::{Error, Result, metrics as names};
 
 /// A record up to this length is read in one go, whatever part of it is wanted.
@@ -253,7 +253,7 @@ impl Store {
             }
             // The writer looks again: it may just have written another one. It may not do so while a range is held.
             drop(file);
-            bad += u64::from(self.wait(|done| super::Op::Header(header.number, done))?);
+            bad += u64::from(self.wait(|done| Op::Header(header.number, done))?);
         }
         Ok(bad)
     }
@@ -270,7 +270,7 @@ impl Store {
         self.shared.index.read().find(&Key::new(block, piece)).map(|entry| entry.payload)
     }
 
-    /// Pieces that are known to be damaged, at most so many.
+    /// Pieces that are known to be damaged, at most so many, as far as that is kept over a restart.
     pub fn bad(&self, limit: usize) -> Vec<(BlockId, u8)> {
         self.shared.index.read().bad().take(limit).map(|key| (key.block(), key.piece())).collect()
     }
@@ -398,6 +398,8 @@ impl Shared {
                 why,
                 "a piece is damaged; it is kept and not served until a good copy is here"
             );
+            // A writer with so much to do that it takes no more stores the marks by itself.
+            let _ = self.submit(Op::Marks(Box::new(|_| ())), false);
         }
     }
 }

@@ -118,6 +118,10 @@ impl Rig {
         self.store.shared.found_bad(Key::new(id(counter), (counter % 3) as u8), &entry, "the test says so");
     }
 
+    fn keep_marks(&mut self) {
+        self.writer.run(vec![Op::Marks(Box::new(|_| ()))]);
+    }
+
     fn bury(&mut self, dead: Dead) -> Result<u64, Error> {
         let outcome = Arc::new(Mutex::new(None));
         let tell = outcome.clone();
@@ -502,8 +506,10 @@ fn a_damaged_piece_is_kept_and_not_served_until_a_good_one_is_there() {
     file.read_at(&mut byte, entry.span().payload).unwrap();
     file.write_at(&[byte[0] ^ 1], entry.span().payload).unwrap();
     assert!(matches!(rig.store.verify(id(7), 1), Err(Error::Corrupt { .. })));
-    assert_eq!(rig.store.bad(10), [(id(7), 1)]);
     assert!(!rig.store.has(id(7), 1));
+    assert_eq!(rig.store.bad(10), [], "nobody is told before the mark is durable");
+    rig.keep_marks();
+    assert_eq!(rig.store.bad(10), [(id(7), 1)]);
     for read in [rig.store.get(id(7), 1, 0..1), rig.store.load(id(7), 1, 0..1)] {
         assert!(matches!(read, Err(Error::Corrupt { .. })));
     }
@@ -521,6 +527,42 @@ fn a_damaged_piece_is_kept_and_not_served_until_a_good_one_is_there() {
         rig.check(counter, false, true);
         rig.store.verify(id(counter), (counter % 3) as u8).unwrap();
     }
+}
+
+#[test]
+fn a_damaged_piece_stays_marked_over_power_cuts_until_a_good_one_is_there() {
+    let disk = SimDisk::new(0);
+    let mut rig = Rig::open(&disk, config()).unwrap();
+    for counter in 0..20 {
+        rig.put(counter, false).unwrap();
+    }
+    for counter in [7, 8, 9] {
+        rig.damage(counter);
+    }
+    rig.keep_marks();
+    // One is deleted and one healed; the third waits.
+    rig.delete(&[8]).unwrap();
+    rig.put(9, false).unwrap();
+    for seed in 0..40 {
+        let mut rig = Rig::open(&disk.power_cut(seed), config()).unwrap();
+        rig.store.shared.index.read().audit();
+        assert_eq!(rig.store.bad(10), [(id(7), 1)]);
+        assert!(!rig.store.has(id(7), 1) && rig.store.has(id(9), 0) && rig.store.stored(id(8), 2).is_none());
+        // A mark that is out of date ends with the first look.
+        rig.store.verify(id(7), 1).unwrap();
+        assert!(rig.store.has(id(7), 1));
+        rig.damage(7);
+        rig.keep_marks();
+        rig.put(7, false).unwrap();
+        rig.check(7, false, true);
+        assert_eq!(rig.store.bad(10), []);
+    }
+    // Without its list the store opens, and a scrub finds everything again.
+    let disk = disk.power_cut(40);
+    disk.open("damaged").unwrap().write_at(b"torn", 0).unwrap();
+    let rig = Rig::open(&disk, config()).unwrap();
+    assert_eq!(rig.store.bad(10), []);
+    rig.check(7, false, true);
 }
 
 #[test]

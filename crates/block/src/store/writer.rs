@@ -82,15 +82,19 @@ impl Writer {
     /// Does what was asked for, in order, in as few batches as can be; answers each when it is durable.
     pub(super) fn run(&mut self, ops: Vec<Op>) {
         let mut batch = Batch::default();
+        let mut marked = Vec::new();
         for op in ops {
             match op {
                 Op::Put(piece, done) => self.put(&mut batch, piece, done),
                 Op::Delete(dead, done) => self.delete(&mut batch, dead, done),
                 Op::Header(segment, done) => done(self.heal_header(segment)),
+                Op::Marks(done) => marked.push(done),
             }
         }
         // Those who wait hear of a failure through the batch.
         let _ = self.commit(&mut batch);
+        self.store_marks();
+        marked.into_iter().for_each(|done| done(Ok(())));
     }
 
     fn put(&mut self, batch: &mut Batch, piece: NewPiece, done: Done<()>) {
