@@ -8,6 +8,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use crate::ports::Port;
+use crate::powercut::Disk;
 use crate::process::Proc;
 use crate::sandbox::Sandbox;
 use crate::shell::{run, sh};
@@ -39,6 +40,17 @@ impl Database {
         let data = sandbox.path(name);
         copy(&template(), &data);
         Database::over(sandbox, name, data, settings)
+    }
+
+    /// Starts an empty one on a disk of its own.
+    pub fn start_on(sandbox: &Arc<Sandbox>, disk: &Disk) -> Database {
+        let data = disk.path().join("pg");
+        copy(&template(), &data);
+        // The template was not synced; what is on this disk from now on is the database's own business.
+        run(Command::new("sync").arg("-f").arg(&data)).ok();
+        let mut database = Database::over(sandbox, "pg", data, &[]);
+        database.restart();
+        database
     }
 
     /// A server over a folder that is there already.
@@ -130,10 +142,15 @@ impl Database {
 
     /// Kills all of its processes at once.
     pub fn kill(&mut self) {
+        self.kill_soon();
+        self.server.reap();
+    }
+
+    /// Kills all of its processes at once and does not wait for their end.
+    pub fn kill_soon(&self) {
         let pids = self.pids();
         self.server.kill_soon();
         pids.into_iter().for_each(|pid| sys::kill(pid, libc::SIGKILL));
-        self.server.reap();
     }
 
     /// Sends a signal to all of its processes: SIGSTOP and SIGCONT.

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use torchfs_tests::cluster::binary;
+use torchfs_tests::powercut::Disk;
 use torchfs_tests::promises::{self, Level, Writers};
 use torchfs_tests::{
     Cluster, Database, Mount, Options, Proc, Rng, Sandbox, count, eventually, run, seed, sys,
@@ -398,6 +399,49 @@ fn kills_of_everything_but_the_database_keep_what_was_synced_or_closed() {
         promises::check(mount.path(), &mut ledgers, Level::Durable);
     }
     shared.cluster.fsck();
+}
+
+/// The database's machine too: what PostgreSQL had not synced is gone with all the rest.
+#[test]
+fn power_cuts_of_everything_and_the_database_keep_what_was_synced_or_closed() {
+    let mut rng = Rng::new(seed(88));
+    let sandbox = Sandbox::new();
+    let (pg_disk, meta_disk) = (Disk::new(&sandbox, "disk-pg", 2048), Disk::new(&sandbox, "disk-meta", 2048));
+    let data: Vec<Disk> = (0..3).map(|n| Disk::new(&sandbox, &format!("disk-{n}"), 2048)).collect();
+    let mut database = Database::start_on(&sandbox, &pg_disk);
+    let options = Options {
+        session_term_ms: Some(2000),
+        lease_term_ms: Some(500),
+        meta_dir: Some(meta_disk.path().join("meta")),
+        data_dirs: data.iter().map(|d| d.path().join("data")).collect(),
+        data_args: vec!["--segment-size".into(), "64MiB".into()],
+        ..Options::default()
+    };
+    let mut cluster = Cluster::inside(&sandbox, on(&database.create("torchfs"), options));
+    let mut ledgers = promises::ledgers(WRITERS, rng.next());
+    let mut mount = cluster.mount();
+    for _ in 0..count(4, 100) {
+        let writers = Writers::start(mount.path(), ledgers);
+        let_work(&writers, rng.range(1, 25));
+        writers.announce();
+        mount.agent.kill_soon();
+        // Dead first, dark second: see `torchfs_tests::powercut`.
+        database.kill_soon();
+        cluster.meta.kill_soon();
+        cluster.data.iter().for_each(Proc::kill_soon);
+        let disks = || [&pg_disk, &meta_disk].into_iter().chain(&data);
+        disks().for_each(Disk::cut);
+        database.server.reap();
+        cluster.kill_all();
+        mount.kill();
+        ledgers = writers.finish();
+        disks().for_each(Disk::revive);
+        database.restart();
+        cluster.restart();
+        mount.start();
+        promises::check(mount.path(), &mut ledgers, Level::Durable);
+    }
+    cluster.fsck();
 }
 
 #[test]

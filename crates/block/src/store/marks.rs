@@ -10,7 +10,7 @@
 
 use std::io;
 
-use torchfs_proto::disk::{Disk, DiskFile};
+use torchfs_proto::disk::Disk;
 use torchfs_proto::{BlockId, ClusterId};
 
 use super::index::{Index, Key};
