@@ -321,7 +321,8 @@ impl Vfs {
         Some(ttl)
     }
 
-    /// Notes an entry in a folder whose names are leased, and tells for how long they are.
+    /// Notes an entry in a folder whose names are leased, and tells for how long they are. If the lease has just run out, what
+    /// was known of the name goes: a renewal whose answer is late brings the lease back as it was.
     pub(crate) fn keep_name(
         &self,
         state: &mut State,
@@ -329,7 +330,10 @@ impl Vfs {
         name: &[u8],
         ino: Option<Ino>,
     ) -> Duration {
-        let Some(ttl) = self.leased_names(state, parent) else { return Duration::ZERO };
+        let Some(ttl) = self.leased_names(state, parent) else {
+            self.doubt_name(state, name);
+            return Duration::ZERO;
+        };
         if let Some(names) = &mut state.names
             && names.map.insert(Bytes::copy_from_slice(name), ino).is_none()
         {

@@ -75,7 +75,8 @@ impl Mount {
             volume: volume.to_string(),
             host: host_name(),
             pid: std::process::id(),
-            mount: path.display().to_string(),
+            // As others would name it; a folder that is gone by now keeps the name it was given.
+            mount: std::path::absolute(path).unwrap_or_else(|_| path.into()).display().to_string(),
             version: env!("CARGO_PKG_VERSION").to_string(),
         };
         let meta = torchfs_client::Meta::open(config).await?;

@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use torchfs_proto::attr::Kind;
 use torchfs_proto::{Code, Ino};
 
-use crate::world::{Rng, WHO, find, names, rounds, run};
+use crate::world::{Rng, WHO, World, find, names, rounds, run, run_with, until};
 
 #[test]
 fn creating_a_file_in_a_folder_made_here_costs_one_call() {
@@ -24,6 +25,31 @@ fn creating_a_file_in_a_folder_made_here_costs_one_call() {
             assert_eq!(find(&vfs, folder, &name).await, Some(node.attr.ino));
         }
         assert_eq!(world.calls.load(Ordering::Acquire) - before, 100);
+    });
+}
+
+/// Found by storms on a busy machine, as ENOENT of a rename.
+#[test]
+fn names_changed_while_the_lease_had_run_out_are_known_when_its_renewal_comes_late() {
+    let config = torchfs_meta::Config { lease_ms: 2000, ..World::settings() };
+    run_with(config, |world| async move {
+        let vfs = world.mount().await;
+        let folder = vfs.make(WHO, Ino::ROOT, b"d", Kind::Dir, 0o755, 0, b"").await.unwrap().attr.ino;
+        let old = vfs.make(WHO, folder, b"old", Kind::File, 0o644, 0, b"").await.unwrap().attr.ino;
+        assert_eq!(find(&vfs, folder, "new").await, None);
+        assert_eq!(find(&vfs, folder, "old").await, Some(old));
+        let held = || !vfs.entry_ttl(folder, b"old").is_zero();
+        world.late_renewals.store(true, Ordering::Release);
+        until(|| async { !held() }).await;
+        // The kernel's time ends a little before the lease.
+        tokio::time::sleep(Duration::from_millis(400)).await;
+        vfs.rename(folder, b"old", folder, b"new", 0).await.unwrap();
+        world.late_renewals.store(false, Ordering::Release);
+        for _ in 0..40 {
+            assert_eq!(find(&vfs, folder, "old").await, None);
+            assert_eq!(find(&vfs, folder, "new").await, Some(old));
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
     });
 }
 

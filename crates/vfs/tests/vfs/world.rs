@@ -80,6 +80,8 @@ pub struct World {
     pub calls: Arc<AtomicU64>,
     /// So many commits more arrive under leases that have run out.
     pub late_commits: Arc<AtomicU64>,
+    /// The service hears renewals, and its answers stay on the way while this is set.
+    pub late_renewals: Arc<AtomicBool>,
     servers: HashMap<String, Arc<Server>>,
     _background: Background,
 }
@@ -109,6 +111,7 @@ impl World {
             service,
             calls: Arc::default(),
             late_commits: Arc::default(),
+            late_renewals: Arc::default(),
             servers,
             _background: background,
         })
@@ -227,7 +230,16 @@ impl Service for Counted {
         if !upkeep {
             self.0.calls.fetch_add(1, Ordering::AcqRel);
         }
-        self.0.service.clone().call(peer, request)
+        let late = matches!(op, Ok(meta::Op::Renew)).then(|| self.0.late_renewals.clone());
+        let answer = self.0.service.clone().call(peer, request);
+        let Some(late) = late else { return answer };
+        Box::pin(async move {
+            let answer = answer.await;
+            while late.load(Ordering::Acquire) {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            answer
+        })
     }
 }
 
