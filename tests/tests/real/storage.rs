@@ -202,3 +202,26 @@ fn a_file_is_striped_over_all_servers() {
         }
     });
 }
+
+#[test]
+fn with_writeback_close_does_not_wait_and_fsync_keeps_its_word() {
+    let options = Options { mount_args: vec!["--writeback".into()], ..Options::default() };
+    let mut cluster = Cluster::with(Options { session_term_ms: Some(2000), ..options });
+    let mut mount = cluster.mount();
+    let bytes = Rng::new(64).bytes(100_000);
+    fs::write(mount.at("synced"), &bytes).unwrap();
+    File::open(mount.at("synced")).unwrap().sync_all().unwrap();
+    // While nobody takes the data, a close that waited would never return.
+    cluster.data.iter().for_each(|server| server.signal(libc::SIGSTOP));
+    fs::write(mount.at("later"), &bytes).unwrap();
+    cluster.data.iter().for_each(|server| server.signal(libc::SIGCONT));
+    eventually("the closed file to be written back", || {
+        let stored = cluster.status()["blocks"].as_u64();
+        if stored >= Some(2) { Ok(()) } else { Err(format!("{stored:?} blocks")) }
+    });
+    mount.kill();
+    cluster.kill_all();
+    cluster.restart();
+    let fresh = cluster.mount();
+    assert!(fs::read(fresh.at("synced")).unwrap() == bytes, "what was synced is lost");
+}
