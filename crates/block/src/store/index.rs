@@ -155,6 +155,11 @@ impl Index {
         std::mem::take(&mut self.marks_changed).then(|| self.bad.keys().copied().collect())
     }
 
+    /// The marks could not be kept: they are handed out again.
+    pub fn keep_marks_again(&mut self) {
+        self.marks_changed = true;
+    }
+
     /// These marks are kept as well as can be.
     pub fn marks_kept(&mut self, keys: &[Key]) {
         for key in keys {
@@ -219,13 +224,18 @@ impl Index {
         self.add_live(entry.segment, entry.footprint());
         self.payload += u64::from(entry.payload);
         if let Some(old) = self.live.insert(key, entry) {
-            self.payload -= u64::from(old.payload);
-            self.sub_live(old.segment, old.footprint());
-            self.bury(key, old.segment);
-            // What could not be carried over may be empty now.
-            if let Some(segment) = self.segments.get_mut(&old.segment) {
-                segment.stuck = false;
-            }
+            self.replaced(key, &old);
+        }
+    }
+
+    /// A live record is dead now.
+    fn replaced(&mut self, key: Key, old: &Entry) {
+        self.payload -= u64::from(old.payload);
+        self.sub_live(old.segment, old.footprint());
+        self.bury(key, old.segment);
+        // What could not be carried over may be empty now.
+        if let Some(segment) = self.segments.get_mut(&old.segment) {
+            segment.stuck = false;
         }
     }
 
@@ -241,9 +251,7 @@ impl Index {
     pub fn delete(&mut self, key: Key, tomb_segment: u32) {
         self.mark_good(&key);
         if let Some(old) = self.live.remove(&key) {
-            self.payload -= u64::from(old.payload);
-            self.sub_live(old.segment, old.footprint());
-            self.bury(key, old.segment);
+            self.replaced(key, &old);
         }
         self.set_tomb(key, tomb_segment);
     }

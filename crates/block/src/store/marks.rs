@@ -46,25 +46,28 @@ impl Writer {
             if let Err(error) = store(&*shared.disk, &encode(shared.config.cluster, kept)) {
                 let (server, disk) = (shared.config.server, &shared.config.disk);
                 tracing::warn!(%server, disk, %error, "cannot remember which pieces are damaged");
+                shared.index.write().keep_marks_again();
             }
         }
+        // Nobody waits for a disk that does not take them: the next batch tries again.
         shared.index.write().marks_kept(&keys);
     }
 }
 
-/// Marks what an earlier process found damaged and what still lives. A file that makes no sense is passed over.
-pub(super) fn load(disk: &dyn Disk, config: &Config, index: &mut Index) -> io::Result<()> {
-    let file = match disk.open(NAME) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error),
+/// Marks what an earlier process found damaged and what still lives. A list that cannot be read is passed over.
+pub(super) fn load(disk: &dyn Disk, config: &Config, index: &mut Index) {
+    let keys = match read(disk) {
+        Ok(bytes) => decode(config.cluster, &bytes).ok_or_else(|| io::Error::other("it makes no sense")),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return,
+        Err(error) => Err(error),
     };
-    let len = usize::try_from(file.len()?).unwrap_or(usize::MAX).min(HEAD + MARKS_MAX * ENTRY);
-    let mut bytes = vec![0; len];
-    let got = file.read_at(&mut bytes, 0)?;
-    let Some(keys) = decode(config.cluster, &bytes[..got]) else {
-        tracing::warn!(server = %config.server, disk = config.disk, "the list of damaged pieces cannot be read; a scrub finds them again");
-        return Ok(());
+    let keys = match keys {
+        Ok(keys) => keys,
+        Err(error) => {
+            let (server, disk) = (config.server, &config.disk);
+            tracing::warn!(%server, disk, %error, "the list of damaged pieces cannot be read; a scrub finds them again");
+            return;
+        }
     };
     for key in &keys {
         if let Some(entry) = index.find(key).copied() {
@@ -73,7 +76,15 @@ pub(super) fn load(disk: &dyn Disk, config: &Config, index: &mut Index) -> io::R
     }
     // They are durable as they are.
     index.marks_kept(&keys);
-    Ok(())
+}
+
+fn read(disk: &dyn Disk) -> io::Result<Vec<u8>> {
+    let file = disk.open(NAME)?;
+    let len = usize::try_from(file.len()?).unwrap_or(usize::MAX).min(HEAD + MARKS_MAX * ENTRY);
+    let mut bytes = vec![0; len];
+    let got = file.read_at(&mut bytes, 0)?;
+    bytes.truncate(got);
+    Ok(bytes)
 }
 
 fn store(disk: &dyn Disk, bytes: &[u8]) -> io::Result<()> {

@@ -24,8 +24,7 @@ pub(super) fn open(disk: Arc<dyn Disk>, config: Config) -> Result<(Arc<Shared>, 
     opening.find_segments()?;
     opening.read_segments()?;
     let mut found = opening.finish()?;
-    super::marks::load(&*disk, &config, &mut found.index)
-        .map_err(|e| opening_error(&config, "read which pieces are damaged", e))?;
+    super::marks::load(&*disk, &config, &mut found.index);
 
     let space = disk.space().map_err(|e| opening_error(&config, "ask for its space", e))?;
     let total = config.capacity.unwrap_or(space.total);

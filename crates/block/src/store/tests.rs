@@ -14,6 +14,7 @@ use torchfs_disk::{Op as DiskOp, SimDisk};
 use torchfs_proto::disk::Disk;
 use torchfs_proto::{BlockId, ClusterId, IdRange, LayoutId, ServerId};
 
+use super::format::Use;
 use super::index::Key;
 use super::writer::Writer;
 use super::{Body, Config, Dead, Found, NewPiece, Op, Store};
@@ -527,6 +528,34 @@ fn a_damaged_piece_is_kept_and_not_served_until_a_good_one_is_there() {
         rig.check(counter, false, true);
         rig.store.verify(id(counter), (counter % 3) as u8).unwrap();
     }
+}
+
+#[test]
+fn a_segment_with_an_unreadable_piece_is_used_again_when_that_is_deleted() {
+    let disk = SimDisk::new(0);
+    let mut rig = Rig::open(&disk, config()).unwrap();
+    let first = {
+        rig.put(0, false).unwrap();
+        rig.store.shared.find(id(0), 0).unwrap().0
+    };
+    let sealed = |rig: &Rig| {
+        let index = rig.store.shared.index.read();
+        matches!(index.segments[&first.segment].header.state, Use::Sealed(_))
+    };
+    let mut last = 0;
+    while !sealed(&rig) {
+        last += 1;
+        rig.put(last, false).unwrap();
+    }
+    let file = disk.open(&super::writer::segment_name(first.segment)).unwrap();
+    file.write_at(&[0xff; 64], first.offset()).unwrap();
+    rig.delete(&(1..=last).collect::<Vec<_>>()).unwrap();
+    while rig.writer.maintain() {}
+    assert!(sealed(&rig), "what cannot be read is kept as it is");
+    rig.delete(&[0]).unwrap();
+    while rig.writer.maintain() {}
+    assert!(!sealed(&rig), "nothing in it is needed");
+    rig.store.shared.index.read().audit();
 }
 
 #[test]
