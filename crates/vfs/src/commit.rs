@@ -1,7 +1,8 @@
 //! How buffered bytes become content: seal the tail, await the puts, one commit.
 //!
 //! At most one task per file does this, in rounds; whoever needs something committed says up to which write and waits. A round
-//! takes everything written so far, so that each commit leaves the file as it was at one moment. While a long write
+//! takes everything written so far, so that each commit leaves the file as it was at one moment: writers wait before there is
+//! more than a commit can take. While a long write
 //! streams, a round may take just the sealed blocks, but only if no write older than theirs stays behind.
 //!
 //! Scattered small ranges share a block, one range operation each; very little content sits in the commit itself.
@@ -26,6 +27,9 @@ use crate::node::{Asked, File, Inode};
 use crate::overlay::{Batch, Number, Run};
 use crate::write::now;
 use crate::{Vfs, metrics, unexpected};
+
+/// Most ranges of a file that wait for one commit: all of them fit, with some to spare for those that are cut in two.
+const WAITING_RANGES: usize = COMMIT_RANGES_MAX - COMMIT_RANGES_MAX / 8;
 
 /// Most ranges that share a block.
 const PACKED_RANGES: usize = COMMIT_RANGES_MAX / 2;
@@ -549,6 +553,16 @@ impl File {
     /// The length that the file must have at the service for what was appended here to be in its place.
     fn ends_expected(&self) -> Option<u64> {
         self.tail.map(|_| self.ends)
+    }
+
+    /// Whether one commit could not take all that waits and a write of `len` bytes more. If scattered writes were spread over two,
+    /// a crash between them would leave later ones without earlier ones.
+    pub(crate) fn fills_a_commit(&self, len: u64, block: u64) -> bool {
+        // A write may cut what it falls into in two.
+        let pieces = self.overlay.dirty_pieces() + 2;
+        let blocks = ((self.overlay.dirty() + len) / block) as usize + pieces / PACKED_RANGES + 1;
+        let ranges = self.sealed.iter().map(|sealed| sealed.ranges.len()).sum::<usize>() + pieces + blocks;
+        ranges > WAITING_RANGES || self.sealed.len() + blocks > COMMIT_BLOCKS_MAX
     }
 }
 

@@ -9,7 +9,7 @@
 //!
 //! # Invariants
 //! - Pieces do not overlap and are never empty.
-//! - `bytes` is the sum of all pieces, `dirty` of those not sealed.
+//! - `bytes` is the sum of all pieces, `dirty` of those not sealed; `dirty_pieces` counts the latter.
 //!
 //! # Not here
 //! Which ranges are sealed when: write.rs. What a batch becomes: commit.rs.
@@ -32,6 +32,7 @@ pub(crate) struct Overlay {
     pieces: BTreeMap<u64, Piece>,
     bytes: u64,
     dirty: u64,
+    dirty_pieces: usize,
 }
 
 struct Piece {
@@ -160,6 +161,7 @@ impl Overlay {
             first = first.min(piece.born);
             last = last.max(piece.last);
             self.dirty -= piece.len();
+            self.dirty_pieces -= 1;
             let bytes = piece.freeze();
             match runs.last_mut() {
                 Some(run) if run.end() == start => {
@@ -174,6 +176,9 @@ impl Overlay {
 
     /// Removes what is still visible of a batch within a range: the extents have it, or it is lost.
     pub(crate) fn settle(&mut self, range: Range<u64>, batch: Batch) {
+        // A piece may reach into the next block, whose commit is still to come.
+        self.split(range.start);
+        self.split(range.end);
         let starts: Vec<u64> = self
             .overlapping(range)
             .filter(|(_, piece)| piece.batch == batch)
@@ -202,6 +207,11 @@ impl Overlay {
     /// How many pieces there are.
     pub(crate) fn pieces(&self) -> usize {
         self.pieces.len()
+    }
+
+    /// How many pieces are not sealed.
+    pub(crate) fn dirty_pieces(&self) -> usize {
+        self.dirty_pieces
     }
 
     /// Forgets everything.
@@ -258,6 +268,7 @@ impl Overlay {
         self.bytes += piece.len();
         if piece.batch == 0 {
             self.dirty += piece.len();
+            self.dirty_pieces += 1;
         }
         self.pieces.insert(offset, piece);
     }
@@ -267,6 +278,7 @@ impl Overlay {
         self.bytes -= piece.len();
         if piece.batch == 0 {
             self.dirty -= piece.len();
+            self.dirty_pieces -= 1;
         }
         Some(piece)
     }
@@ -332,6 +344,8 @@ mod tests {
         assert!(seen == *model, "the overlay differs from the model");
         assert_eq!(overlay.bytes(), model.iter().flatten().count() as u64);
         assert_eq!(overlay.dirty(), model.iter().flatten().filter(|b| b.1 == 0).count() as u64);
+        let dirty = overlay.pieces.values().filter(|piece| piece.batch == 0).count();
+        assert_eq!(overlay.dirty_pieces(), dirty);
         assert_eq!(
             overlay.end().unwrap_or(0),
             model.iter().rposition(Option::is_some).map_or(0, |i| i as u64 + 1)
@@ -372,8 +386,9 @@ mod tests {
                     }
                     2 if batch > 0 => {
                         let gone = 1 + rng.below(batch);
-                        overlay.settle(0..u64::MAX, gone);
-                        model.iter_mut().filter(|b| b.is_some_and(|b| b.1 == gone)).for_each(|b| *b = None);
+                        overlay.settle(range, gone);
+                        let settled = model[from..to].iter_mut().filter(|b| b.is_some_and(|b| b.1 == gone));
+                        settled.for_each(|b| *b = None);
                     }
                     _ => {
                         // Neighbouring writes now and then, since that is what grows in place.
@@ -416,5 +431,16 @@ mod tests {
         let (runs, writes) = overlay.seal(0..u64::MAX, 1);
         assert_eq!(writes, 1..=1);
         assert_eq!(runs[0].parts[0].as_ptr(), data.as_ptr());
+    }
+
+    #[test]
+    fn a_piece_that_is_committed_in_two_parts_stays_visible_until_the_second() {
+        let mut overlay = Overlay::default();
+        overlay.write(0, Bytes::from_static(b"0123456789"), 1);
+        overlay.seal(0..u64::MAX, 1);
+        overlay.settle(0..4, 1);
+        assert_eq!(overlay.read(0..10), [(4, Bytes::from_static(b"456789"))]);
+        overlay.settle(4..10, 1);
+        assert_eq!(overlay.bytes(), 0);
     }
 }

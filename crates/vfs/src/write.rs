@@ -115,6 +115,10 @@ impl Vfs {
             if waiting > 0 && waiting + len > config.dirty_file_max {
                 return Ok(Buffered::FileFull { all: waiting < config.dirty_file_max / 2 });
             }
+            let file = state.file();
+            if file.is_dirty() && file.fills_a_commit(len, block) {
+                return Ok(Buffered::FileFull { all: true });
+            }
             if self.0.budget.exceeded_by(len) {
                 return Ok(Buffered::AllFull);
             }

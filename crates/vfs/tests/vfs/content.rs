@@ -1,6 +1,7 @@
 //! Content of files on one mount.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -154,6 +155,44 @@ fn random_operations_agree_with_an_array_of_bytes() {
             assert_eq!(world.problems().await, Vec::<String>::new());
         });
     }
+}
+
+/// Writes of so many bytes go through the file from its end to its start.
+async fn write_backwards(vfs: &Vfs, ino: Ino, fh: u64, which: std::ops::Range<u64>) -> u64 {
+    for i in which.clone() {
+        let data = vec![1 + (i % 250) as u8; 5001];
+        let write = vfs.write(ino, fh, (BACKWARDS - 1 - i) * 8192, data.into(), WriteFlags::default());
+        match write.now_or_never() {
+            Some(written) => assert_eq!(written, Ok(5001)),
+            None => return i,
+        }
+    }
+    which.end
+}
+
+const BACKWARDS: u64 = 6000;
+
+#[test]
+fn scattered_writes_that_a_crash_leaves_are_the_first_ones() {
+    run(|world| async move {
+        let vfs = world.mount().await;
+        let (ino, opened) = create(&vfs, "file").await;
+        world.hold_servers(true);
+        let first = write_backwards(&vfs, ino, opened.fh, 0..1100).await;
+        until(|| async { world.puts() > 0 }).await;
+        // A round is under way; what comes now is for the next one.
+        let written = write_backwards(&vfs, ino, opened.fh, first..BACKWARDS).await;
+        assert!(written > first);
+        world.commits_left.store(2, Ordering::Release);
+        world.hold_servers(false);
+        until(|| async { world.commits.load(Ordering::Acquire) == 2 }).await;
+        world.evict_all().await;
+        let other = world.mount().await;
+        let left = content(&other, ino).await;
+        let there = |i: u64| left[((BACKWARDS - 1 - i) * 8192) as usize] != 0;
+        let count = (0..written).filter(|i| there(*i)).count() as u64;
+        assert!(count > 0 && (0..count).all(there), "{count} of {written} writes are there");
+    });
 }
 
 #[test]

@@ -82,6 +82,9 @@ pub struct World {
     pub late_commits: Arc<AtomicU64>,
     /// The service hears renewals, and its answers stay on the way while this is set.
     pub late_renewals: Arc<AtomicBool>,
+    /// So many commits more reach the service, and so many were answered.
+    pub commits_left: Arc<AtomicU64>,
+    pub commits: Arc<AtomicU64>,
     servers: HashMap<String, Arc<Server>>,
     _background: Background,
 }
@@ -112,6 +115,8 @@ impl World {
             calls: Arc::default(),
             late_commits: Arc::default(),
             late_renewals: Arc::default(),
+            commits_left: Arc::new(AtomicU64::new(u64::MAX)),
+            commits: Arc::default(),
             servers,
             _background: background,
         })
@@ -148,6 +153,16 @@ impl World {
     /// From now on data servers refuse what they are given, or take it again.
     pub fn break_servers(&self, broken: bool) {
         self.servers.values().for_each(|server| server.broken.store(broken, Ordering::Release));
+    }
+
+    /// From now on data servers take their time with what they are given, or go on.
+    pub fn hold_servers(&self, held: bool) {
+        self.servers.values().for_each(|server| server.held.store(held, Ordering::Release));
+    }
+
+    /// Pieces that were given to data servers so far, taken or not.
+    pub fn puts(&self) -> u64 {
+        self.servers.values().map(|server| server.puts.load(Ordering::Acquire)).sum()
     }
 
     /// A request outside of sessions.
@@ -230,16 +245,26 @@ impl Service for Counted {
         if !upkeep {
             self.0.calls.fetch_add(1, Ordering::AcqRel);
         }
-        let late = matches!(op, Ok(meta::Op::Renew)).then(|| self.0.late_renewals.clone());
-        let answer = self.0.service.clone().call(peer, request);
-        let Some(late) = late else { return answer };
-        Box::pin(async move {
-            let answer = answer.await;
-            while late.load(Ordering::Acquire) {
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
-            answer
-        })
+        let world = self.0.clone();
+        match op {
+            Ok(meta::Op::Renew) => Box::pin(async move {
+                let answer = world.service.clone().call(peer, request).await;
+                while world.late_renewals.load(Ordering::Acquire) {
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                }
+                answer
+            }),
+            Ok(meta::Op::Commit(_)) => Box::pin(async move {
+                let left = &world.commits_left;
+                while left.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less).is_err() {
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                }
+                let answer = world.service.clone().call(peer, request).await;
+                world.commits.fetch_add(1, Ordering::AcqRel);
+                answer
+            }),
+            _ => world.service.clone().call(peer, request),
+        }
     }
 }
 
@@ -250,6 +275,8 @@ type Pieces = HashMap<(BlockId, u8), (Vec<ChunkInfo>, Bytes)>;
 struct Server {
     pieces: Mutex<Pieces>,
     broken: AtomicBool,
+    held: AtomicBool,
+    puts: AtomicU64,
 }
 
 impl Service for Server {
@@ -258,6 +285,10 @@ impl Service for Server {
             let asked: block::Request = msg::decode(&request.body)?;
             match asked.op {
                 block::Op::Put { block, piece, chunks, .. } => {
+                    self.puts.fetch_add(1, Ordering::AcqRel);
+                    while self.held.load(Ordering::Acquire) {
+                        tokio::time::sleep(Duration::from_millis(5)).await;
+                    }
                     if self.broken.load(Ordering::Acquire) {
                         return Err(Fault::new(Code::NoSpace, "the disk is full"));
                     }
