@@ -1,11 +1,11 @@
 //! The deleter: has dead blocks and the rest of dead ranges removed from the data servers.
 //!
 //! A block whose last reference went waits in a queue until nobody can still read it under an old lease, and until the
-//! batch that declared it dead is durable. The range of a session that ended is purged of everything that no commit
-//! named. A queue entry goes when every server that could hold something has said that it is gone.
+//! batch that declared it dead is durable. The range of a session that ended is purged of everything that neither a record
+//! nor that queue names. A queue entry goes when every server that could hold something has said that it is gone.
 //!
 //! # Invariants
-//! - Servers are told only what a durable batch declared dead.
+//! - Servers are told only what a durable batch declared dead; what is purged was unnamed by durable batches only.
 //! - Nothing is held while a server is asked.
 
 use std::collections::{BTreeMap, HashSet};
@@ -165,19 +165,19 @@ impl Meta {
         if addrs.len() < servers {
             return 0; // a server is down; the range waits for it
         }
+        let parts = match self.kept_of(volume, range) {
+            Ok(parts) => parts,
+            Err(fault) => {
+                tracing::warn!("the blocks of a dead range cannot be read: {fault}");
+                return 0;
+            }
+        };
+        if let Err(fault) = self.settled().await {
+            tracing::debug!("a dead range waits: {fault}");
+            return 0;
+        }
         let limit = Duration::from_millis(u64::from(self.config.peer_timeout_ms));
-        let mut first = range.first.counter;
-        let end = first + u64::from(range.count);
-        while first < end {
-            let count = u32::try_from(end - first).unwrap_or(PURGE_IDS).min(PURGE_IDS);
-            let part = IdRange { first: BlockId { counter: first, ..range.first }, count };
-            let keep = match self.named_in(volume, part) {
-                Ok(keep) => keep,
-                Err(fault) => {
-                    tracing::warn!("the blocks of a dead range cannot be read: {fault}");
-                    return 0;
-                }
-            };
+        for (part, keep) in parts {
             let calls = addrs.values().map(|addr| within(limit, peers.purge(addr, part, keep.clone())));
             for result in join_all(calls).await {
                 if let Err(fault) = result {
@@ -185,7 +185,6 @@ impl Meta {
                     return 0;
                 }
             }
-            first += u64::from(count);
         }
         let mut state = self.state.lock();
         let mut view = self.view(volume);
@@ -216,16 +215,44 @@ impl Meta {
         Ok(found)
     }
 
-    /// The blocks of a range that records name. The range's session is gone, so no more are added.
-    fn named_in(&self, volume: VolumeId, range: IdRange) -> Result<Vec<BlockId>> {
-        let view = self.view(volume);
-        let from = key::block(volume, range.first);
-        let end = BlockId { counter: range.first.counter + u64::from(range.count), ..range.first };
-        let mut named = Vec::new();
-        view.scan(&from, &key::block(volume, end), false, &mut |at, _: Block| {
-            named.extend(key::Parts::of(at).and_then(|parts| parts.block_at(0)));
+    /// A dead range in parts, each with its blocks that must stay: those that records name, and those that wait for readers
+    /// in the queue. The range's session is gone, so no more are added.
+    fn kept_of(&self, volume: VolumeId, range: IdRange) -> Result<Vec<(IdRange, Vec<BlockId>)>> {
+        let at = |counter| BlockId { counter, ..range.first };
+        let end = range.first.counter + u64::from(range.count);
+        let mut parts: Vec<(IdRange, Vec<BlockId>)> = (range.first.counter..end)
+            .step_by(PURGE_IDS as usize)
+            .map(|first| {
+                let count = u32::try_from(end - first).unwrap_or(PURGE_IDS).min(PURGE_IDS);
+                (IdRange { first: at(first), count }, Vec::new())
+            })
+            .collect();
+        let mut keep = |id: BlockId| {
+            let part = ((id.counter - range.first.counter) / u64::from(PURGE_IDS)) as usize;
+            if let Some((_, keep)) = parts.get_mut(part) {
+                keep.push(id);
+            }
+        };
+        let (from, to) = (key::block(volume, range.first), key::block(volume, at(end)));
+        self.view(volume).scan(&from, &to, false, &mut |at, _: Block| {
+            key::Parts::of(at).and_then(|parts| parts.block_at(0)).into_iter().for_each(&mut keep);
             ControlFlow::Continue(())
         })?;
-        Ok(named)
+        // Last: a block goes from its record into the queue, never back.
+        self.dead_blocks(volume, &mut |id| {
+            if range.contains(id) {
+                keep(id);
+            }
+        })?;
+        Ok(parts)
+    }
+
+    /// Visits every block that waits to be deleted.
+    pub(crate) fn dead_blocks(&self, volume: VolumeId, visit: &mut dyn FnMut(BlockId)) -> Result<()> {
+        let space = key::space(volume, key::Space::DeadBlock);
+        self.view(volume).scan(&space, &key::after(&space), false, &mut |at, _: DeadBlock| {
+            key::Parts::of(at).and_then(|parts| parts.block_at(8)).into_iter().for_each(&mut *visit);
+            ControlFlow::Continue(())
+        })
     }
 }

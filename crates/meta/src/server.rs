@@ -142,6 +142,18 @@ impl Drop for Background {
     }
 }
 
+impl Meta {
+    /// Waits until all that could be read until now is durable. Whoever tells servers to remove what no record names waits
+    /// here in between: they do not get it back when a power cut takes the batch that unnamed it.
+    pub(crate) async fn settled(&self) -> Result<()> {
+        let limit = Duration::from_millis(u64::from(self.config().peer_timeout_ms));
+        match tokio::time::timeout(limit, self.durable(self.engine.ordered())).await {
+            Ok(result) => result,
+            Err(_) => Err(Fault::new(Code::Timeout, "the log does not become durable")),
+        }
+    }
+}
+
 /// A call to a data server with a deadline.
 pub(crate) fn within<'a, T: Send + 'a>(
     limit: Duration,

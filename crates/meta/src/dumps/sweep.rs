@@ -2,13 +2,14 @@
 //!
 //! They were written after the dump was made. Their files are lost with the metadata that named them, and no session that
 //! could still name them lives: restoring ended all sessions, and new ones get ids of a later incarnation only. So what
-//! no record names and is of an earlier incarnation is dead for good; the durable batch that restored the store says so.
+//! no record names and is of an earlier incarnation is dead for good, once the batches that unnamed it are durable.
 //!
 //! # Invariants
 //! - Only ids of earlier incarnations than the restored store's are looked at, so nothing in flight is touched.
 //! - A server counts as searched when it has answered for every piece; that is durable, and done once for each server, those
 //!   that come later included.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use torchfs_proto::{BlockId, Result, ServerId, key};
@@ -63,6 +64,7 @@ impl Meta {
             old.dedup();
             let unknown = self.unnamed(old)?;
             if !unknown.is_empty() {
+                self.settled().await?;
                 deleted += unknown.len() as u64;
                 within(limit, peers.delete_blocks(addr, unknown)).await?;
             }
@@ -72,18 +74,23 @@ impl Meta {
         }
     }
 
-    /// Those that no record of any volume names.
+    /// Those that no record of any volume names and that the deleter does not see to.
     fn unnamed(&self, mut blocks: Vec<BlockId>) -> Result<Vec<BlockId>> {
         let volumes: Vec<_> = self.state.lock().volumes.keys().copied().collect();
         for volume in volumes {
             let view = self.view(volume);
-            let mut rest = Vec::with_capacity(blocks.len());
+            let mut rest = BTreeSet::new();
             for block in blocks {
                 if view.block(block)?.is_none() {
-                    rest.push(block);
+                    rest.insert(block);
                 }
             }
-            blocks = rest;
+            if !rest.is_empty() {
+                self.dead_blocks(volume, &mut |id| {
+                    rest.remove(&id);
+                })?;
+            }
+            blocks = rest.into_iter().collect();
         }
         Ok(blocks)
     }

@@ -7,7 +7,8 @@
 //!
 //! # Invariants
 //! - Ids in live ranges are never touched: a commit may name them at any moment.
-//! - The search begins two lease terms after the last change that made pieces stale, and when that is durable.
+//! - The search begins two lease terms after the last change that made pieces stale, and when that is durable; what it
+//!   removes was judged by durable records.
 //! - If the outcome of a removal is unknown, its server's groups are checked again before anything rests on it.
 
 use std::collections::HashSet;
@@ -69,6 +70,9 @@ impl Meta {
         let last = pieces.last().map(|piece| (piece.block, piece.piece));
         let judged = {
             let state = self.state.lock();
+            if self.is_outdated(&state, server) {
+                return true; // marked again meanwhile: begins again, later
+            }
             self.judge(&state, server, &pieces)
         };
         let (drops, later) = match judged {
@@ -80,6 +84,13 @@ impl Meta {
             }
         };
         let count = drops.len() as u64;
+        if count > 0
+            && let Err(fault) = self.settled().await
+        {
+            tracing::debug!("a search for stale pieces waits: {fault}");
+            self.postpone(server, false);
+            return false;
+        }
         // What was judged holds only while nobody else leads.
         if count > 0 && !self.engine.leads() {
             return false;
@@ -145,6 +156,12 @@ impl Meta {
             }
         }
         None
+    }
+
+    /// Whether the server was marked again since its search began.
+    fn is_outdated(&self, state: &State, server: ServerId) -> bool {
+        let mark = state.members.table.marks.get(&server).copied().unwrap_or(0);
+        state.repairs.scans.get(&server).is_none_or(|scan| scan.mark != mark)
     }
 
     fn scan_from(&self, _state: &State, mark: u64, pause: Duration) -> Scan {

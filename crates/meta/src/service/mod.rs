@@ -192,7 +192,7 @@ impl Meta {
                 Step::Reply(reply) => return reply,
                 Step::Durable(seq, mut reply) => {
                     metrics::waited_durable();
-                    if let Err(fault) = Durable::new(&*self.engine, &self.board, seq).await {
+                    if let Err(fault) = self.durable(seq).await {
                         reply.result = Err(fault);
                         reply.grants.clear();
                     }
@@ -208,6 +208,11 @@ impl Meta {
     /// Waits while the lead is in doubt.
     fn lead(&self) -> Leading<'_> {
         Leading::new(&*self.engine, &self.board)
+    }
+
+    /// Waits until a batch is durable.
+    pub(crate) fn durable(&self, seq: Seq) -> Durable<'_> {
+        Durable::new(&*self.engine, &self.board, seq)
     }
 
     fn refusal(&self, fault: Fault) -> Reply {

@@ -351,7 +351,7 @@ impl DumpPeers for Servers {
 
 #[tokio::test]
 async fn what_a_restored_store_does_not_know_is_deleted_on_every_server() {
-    let world = World::new();
+    let world = World::with(Config { peer_timeout_ms: 1, ..Config::default() });
     for store in [1, 2] {
         world.server(store);
     }
@@ -379,6 +379,10 @@ async fn what_a_restored_store_does_not_know_is_deleted_on_every_server() {
         other => panic!("{other:?}"),
     };
     servers.down.lock().insert(addr(2));
+    client.file(&new, "f");
+    assert!(!new.meta.sweep(&servers).await, "what it judges by is not durable");
+    new.sync();
+    assert_eq!(left(1).len(), 7);
     assert!(new.meta.sweep(&servers).await);
     assert!(!new.meta.sweep(&servers).await, "one is down");
     assert_eq!(left(1), [kept, fresh], "what is named, and what is in flight, stays");
@@ -388,7 +392,10 @@ async fn what_a_restored_store_does_not_know_is_deleted_on_every_server() {
     // It comes back, and one joins that the dump did not know: its number is nobody else's.
     servers.down.lock().clear();
     new.server(3);
-    while new.meta.sweep(&servers).await {}
+    new.sync();
+    while new.meta.sweep(&servers).await {
+        new.sync();
+    }
     assert_eq!((left(2), left(3)), (vec![kept, fresh], vec![kept, fresh]));
     assert_eq!(waiting(&new), 0);
     // Each server is searched once, over restarts too.

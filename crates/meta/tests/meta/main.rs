@@ -3,6 +3,7 @@
 
 mod check;
 mod content;
+mod deleter;
 mod dumps;
 mod namespace;
 mod orphans;

@@ -371,12 +371,11 @@ fn pieces_of_dead_blocks_are_found_after_servers_joined() {
     writer.write(&world, &servers, 24, BIG);
     (3..=6).for_each(|server| servers.add(&world, server, ""));
     writer.empty(&world);
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
     // No block is alive, but what the dead ones left is still where it was.
     for _ in 0..60 {
         servers.advance_ms(&world, 1_000);
         servers.repair(&world);
-        runtime.block_on(world.meta.collect(&servers));
+        world.collect(&servers);
     }
     servers.rest(&world);
     assert_eq!(world.blocks(), []);

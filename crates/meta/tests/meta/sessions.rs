@@ -139,7 +139,7 @@ fn the_ranges_of_ended_sessions_are_purged_and_dead_blocks_deleted() {
         }
     }
 
-    let world = World::new();
+    let world = World::with(torchfs_meta::Config { peer_timeout_ms: 1, ..Default::default() });
     world.server(7);
     let mut a = world.client();
     let f = a.file(&world, "f");
@@ -159,7 +159,7 @@ fn the_ranges_of_ended_sessions_are_purged_and_dead_blocks_deleted() {
     assert!(peers.0.lock().0.is_empty() && peers.0.lock().1.is_empty());
     world.advance_ms(8_000);
     world.server(7);
-    collect();
+    world.collect(&*peers);
     let (deleted, purged) = &*peers.0.lock();
     assert_eq!(*deleted, [nth(ids, 0)]);
     assert_eq!(*purged, [(ids, vec![nth(ids, 1)])]);

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use torchfs_disk::SimDisk;
 use torchfs_engine::{Embedded, Engine, LogConfig, MemReplica};
-use torchfs_meta::{Config, Meta};
+use torchfs_meta::{BlockPeers, Config, Meta};
 use torchfs_proto::attr::{Attr, Kind};
 use torchfs_proto::clock::Clock;
 use torchfs_proto::msg::meta::{Done, Event, Heartbeat, Make, Op, OpenSession, Reply, Request};
@@ -106,6 +106,17 @@ impl World {
     /// Makes durable what is ordered.
     pub fn sync(&self) {
         self.engine.wait_durable(self.engine.ordered(), Duration::from_secs(60)).unwrap();
+    }
+
+    /// Passes of the deleter with everything durable, until there is nothing to do at this moment.
+    pub fn collect(&self, peers: &dyn BlockPeers) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        loop {
+            self.sync();
+            if runtime.block_on(self.meta.collect(peers)) == 0 {
+                return;
+            }
+        }
     }
 
     /// Time passes and the upkeep comes by.

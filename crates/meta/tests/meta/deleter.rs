@@ -1,0 +1,81 @@
+//! What the deleter and the searches tell data servers to remove, and when.
+
+use torchfs_meta::Config;
+use torchfs_proto::msg::meta::{Done, Op};
+use torchfs_proto::{BlockId, Ino};
+
+use crate::servers::{Servers, Writer};
+use crate::world::{Client, World, raw};
+
+/// One pass of the deleter.
+pub fn collect(world: &World, servers: &Servers) -> usize {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    runtime.block_on(world.meta.collect(servers))
+}
+
+/// What waits to be deleted.
+pub fn waiting(world: &World) -> u64 {
+    match world.admin(Op::Collect) {
+        Done::Collected { waiting, .. } => waiting,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A log that stands still is noticed soon.
+fn impatient() -> Config {
+    Config { peer_timeout_ms: 1, ..Config::default() }
+}
+
+/// A durable file of one block; the session that wrote it has ended, and its range is due.
+fn left_behind(world: &World, servers: &Servers, name: &str) -> BlockId {
+    let mut writer = Writer::new(world, name);
+    writer.write(world, servers, 1, 100);
+    let block = world.blocks().last().unwrap().id;
+    writer.client.call(world, Op::CloseSession).unwrap();
+    world.sync();
+    servers.advance_ms(world, 8_000);
+    world.sync();
+    block
+}
+
+fn unlink(world: &World, client: &mut Client, name: &str) {
+    client.renew(world);
+    let ino = client.lookup(world, Ino::ROOT, name).unwrap().ino;
+    client.call(world, Op::Unlink { parent: Ino::ROOT, name: raw(name), idle: Some(ino) }).unwrap();
+}
+
+#[test]
+fn a_purge_does_not_rest_on_an_unlink_that_is_not_durable() {
+    let world = World::with(impatient());
+    let servers = Servers::join(&world, 1);
+    let mut b = world.client();
+    let block = left_behind(&world, &servers, "f");
+    unlink(&world, &mut b, "f");
+    assert_eq!(world.blocks(), []);
+    // The log stands still: the range waits, whatever time passes.
+    for _ in 0..3 {
+        collect(&world, &servers);
+        world.clock.advance_ms(10_000);
+    }
+    assert!(servers.has(1, (block, 0)));
+    let world = world.power_cut(7);
+    assert_eq!(world.blocks().len(), 1, "the unlink is lost, and the file is whole");
+    assert!(servers.has(1, (block, 0)));
+}
+
+#[test]
+fn a_purge_leaves_blocks_to_the_queue_that_waits_for_their_readers() {
+    let world = World::with(impatient());
+    let servers = Servers::join(&world, 1);
+    let mut b = world.client();
+    let block = left_behind(&world, &servers, "f");
+    unlink(&world, &mut b, "f");
+    world.sync();
+    assert_eq!(collect(&world, &servers), 1, "the range is done with");
+    assert!(servers.has(1, (block, 0)), "a reader may still hold a lease on its extents");
+    servers.advance_ms(&world, 8_000);
+    world.sync();
+    assert_eq!(collect(&world, &servers), 1);
+    assert!(!servers.has(1, (block, 0)));
+    assert_eq!(waiting(&world), 0);
+}
