@@ -33,6 +33,16 @@ pub fn kill_group(group: i32) {
     unsafe { libc::kill(-group, libc::SIGKILL) };
 }
 
+/// From now on the calling thread, and no other, uses files as this user and group, without root's rights.
+pub fn use_files_as(id: u32) {
+    // SAFETY: no memory is passed.
+    unsafe {
+        libc::syscall(libc::SYS_setgroups, 0, std::ptr::null::<libc::gid_t>());
+        libc::setfsgid(id);
+        libc::setfsuid(id);
+    }
+}
+
 /// Takes a file's whole-file lock if nobody has it.
 pub fn try_flock(fd: RawFd) -> bool {
     // SAFETY: no memory is passed.

@@ -14,11 +14,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use torchfs_client::{Changed, Mark};
-use torchfs_proto::attr::{Attr, Kind, NAME_MAX, TARGET_MAX};
+use torchfs_proto::attr::{Attr, Kind, NAME_MAX, SetAttr, TARGET_MAX};
 use torchfs_proto::msg::meta::{Done, Make, Op, lease, rename};
 use torchfs_proto::{Code, Fault, Ino, Result};
 
 use crate::node::{Asked, FolderChange, Inode, Names, State};
+use crate::open::{O_ACCMODE, O_EXCL, O_TRUNC};
 use crate::{Caller, Found, Node, Opened, Vfs, metrics, unexpected};
 
 impl Vfs {
@@ -371,17 +372,21 @@ impl Vfs {
             gid: caller.gid,
             rdev: 0,
             target: Vec::new().into(),
-            exclusive: flags & crate::open::O_EXCL != 0 || name.is_empty(),
+            exclusive: flags & O_EXCL != 0 || name.is_empty(),
             open: true,
         };
         let (node, attr, created) = self.made(make).await?;
-        if !created && attr.kind == Kind::Dir {
-            return Err(Code::IsDir.into());
+        if !created && !owner_may(caller, &attr, flags) {
+            // The kernel lets its caller have what it created without asking who may. Told this it looks the name up
+            // again, and opens what it finds as any other file.
+            let what = format!("inode {} was made elsewhere meanwhile", node.ino);
+            return Err(Fault::new(Code::Stale, what));
         }
         let opened = self.open_node(&node, flags, created).await?;
-        if !created && flags & crate::open::O_TRUNC != 0 {
+        if !created && flags & O_TRUNC != 0 {
             // The kernel takes what it created for new and does not truncate it.
-            let cut = torchfs_proto::attr::SetAttr { size: Some(0), ..Default::default() };
+            let kill_privileges = caller.uid != 0;
+            let cut = SetAttr { size: Some(0), kill_privileges, ..SetAttr::default() };
             if let Err(fault) = self.setattr(node.ino, Some(opened.fh), cut).await {
                 self.release(node.ino, opened.fh, None).await;
                 return Err(fault);
@@ -582,6 +587,19 @@ impl Drop for Leaving {
         self.0.lock().leaving -= 1;
         self.0.progress.notify();
     }
+}
+
+/// Whether this is a file of the caller's own that its mode lets the owner open like that. Of files of others only the kernel can
+/// tell: it knows all groups of the caller, its capabilities, and what is forbidden in folders that all may write.
+fn owner_may(caller: Caller, attr: &Attr, flags: i32) -> bool {
+    let (read, write) = (0o400, 0o200);
+    let wanted = match flags & O_ACCMODE {
+        0 => read,
+        1 => write,
+        _ => read | write,
+    };
+    let wanted = if flags & O_TRUNC != 0 { wanted | write } else { wanted };
+    attr.kind == Kind::File && caller.uid == attr.uid && attr.mode & wanted == wanted
 }
 
 fn added(attr: &Attr, folders: i32) -> Option<FolderChange> {

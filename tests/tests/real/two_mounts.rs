@@ -193,6 +193,48 @@ fn exclusive_creation_has_one_winner_among_mounts() {
     }
 }
 
+/// The kernel asks nobody whether the caller of a creation may have the file.
+#[test]
+fn a_file_that_another_mount_made_first_is_opened_by_who_may() {
+    let (_cluster, one, two) = two();
+    for mount in [&one, &two] {
+        fs::set_permissions(mount.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    }
+    let folder = File::open(two.path()).unwrap();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Acquire) {
+                for (name, mode) in [("secret", 0o600), ("own", 0o644)] {
+                    let flags = libc::O_CREAT | libc::O_EXCL | libc::O_WRONLY;
+                    drop(sys::open(&one.at(name), flags, mode));
+                    let _ = fs::remove_file(one.at(name));
+                }
+            }
+        });
+        let own = scope.spawn(|| {
+            for i in 0..count(1500, 20_000) {
+                let file = sys::open(&two.at("own"), libc::O_CREAT | libc::O_RDWR | libc::O_TRUNC, 0o644);
+                file.unwrap_or_else(|e| panic!("try {i}: {e}"));
+            }
+        });
+        let other = scope.spawn(|| {
+            sys::use_files_as(1000);
+            // The way to the mount may be closed to others.
+            let path = format!("/proc/self/fd/{}/secret", std::os::fd::AsRawFd::as_raw_fd(&folder));
+            for i in 0..count(1500, 20_000) {
+                match sys::open(Path::new(&path), libc::O_CREAT | libc::O_RDWR, 0o644) {
+                    Ok(file) => assert_eq!(file.metadata().unwrap().uid(), 1000, "try {i}: not theirs"),
+                    Err(error) => assert_eq!(error.raw_os_error(), Some(libc::EACCES), "try {i}"),
+                }
+            }
+        });
+        let ended = (own.join(), other.join());
+        done.store(true, Ordering::Release);
+        assert!(ended.0.is_ok() && ended.1.is_ok());
+    });
+}
+
 #[test]
 fn locks_hold_across_mounts_and_publish_what_they_guard() {
     let (_cluster, one, two) = two();

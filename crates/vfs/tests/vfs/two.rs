@@ -1,10 +1,14 @@
 //! Two mounts of one volume.
 
-use torchfs_proto::Ino;
 use torchfs_proto::attr::Kind;
 use torchfs_proto::msg::meta::{FileLock, LockKind, LockType};
+use torchfs_proto::{Code, Ino};
+use torchfs_vfs::Caller;
 
 use crate::world::{Rng, WHO, append, close, content, create, find, names, read, rounds, run, write};
+
+const O_EXCL: i32 = 0o200;
+const O_TRUNC: i32 = 0o1000;
 
 #[test]
 fn what_one_mount_wrote_is_read_by_the_other_at_once() {
@@ -131,6 +135,32 @@ fn names_that_change_on_one_mount_change_on_the_other() {
 }
 
 #[test]
+fn who_creates_a_file_that_another_mount_made_first_opens_it_only_as_its_owner() {
+    run(|world| async move {
+        let (a, b) = (world.mount().await, world.mount().await);
+        let caller = Caller { uid: 1000, gid: 1000, pid: 1 };
+        let (file, opened) = a.create(caller, Ino::ROOT, b"file", 0o600, 2).await.unwrap();
+        write(&a, file.attr.ino, opened.fh, 0, vec![1; 10]).await;
+        close(&a, file.attr.ino, opened.fh).await;
+        a.make(WHO, Ino::ROOT, b"link", Kind::Symlink, 0o777, 0, b"file").await.unwrap();
+        let create = |caller, name: &'static [u8], flags| {
+            let b = b.clone();
+            async move { b.create(caller, Ino::ROOT, name, 0o644, flags).await.map_err(|f| f.code) }
+        };
+        let stranger = Caller { uid: 1001, ..caller };
+        for (caller, name) in [(stranger, &b"file"[..]), (WHO, b"file"), (WHO, b"link")] {
+            assert_eq!(create(caller, name, 2).await.err(), Some(Code::Stale));
+        }
+        assert_eq!(create(caller, b"file", 2 | O_EXCL).await.err(), Some(Code::Exists));
+        let (node, opened) = create(caller, b"file", 2).await.unwrap();
+        assert_eq!((node.attr.ino, node.attr.size), (file.attr.ino, 10));
+        close(&b, node.attr.ino, opened.fh).await;
+        let (node, _) = create(caller, b"file", 1 | O_TRUNC).await.unwrap();
+        assert_eq!(b.getattr(node.attr.ino, None).await.unwrap().attr.size, 0);
+    });
+}
+
+#[test]
 fn a_lock_waits_for_the_other_mount_and_sees_what_it_left() {
     run(|world| async move {
         let (a, b) = (world.mount().await, world.mount().await);
@@ -140,7 +170,7 @@ fn a_lock_waits_for_the_other_mount_and_sees_what_it_left() {
         a.setlk(ino, on_a.fh, lock(LockType::Write, 1), true).await.unwrap();
         write(&a, ino, on_a.fh, 0, vec![7; 1000]).await;
         let held = b.setlk(ino, on_b.fh, lock(LockType::Write, 2), false).await;
-        assert_eq!(held.map_err(|f| f.code), Err(torchfs_proto::Code::WouldBlock));
+        assert_eq!(held.map_err(|f| f.code), Err(Code::WouldBlock));
         assert!(b.getlk(ino, lock(LockType::Write, 2)).await.unwrap().is_some());
         let waits = async {
             b.setlk(ino, on_b.fh, lock(LockType::Write, 2), true).await.unwrap();
