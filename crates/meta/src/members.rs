@@ -38,6 +38,9 @@ const TEXT_MAX: usize = 4_096;
 pub struct Members {
     /// What is written down.
     pub table: Table,
+    /// The last batch that changed what clients and servers are told of it, or of a volume. Until that is durable, a restart
+    /// could give the same version to another table.
+    pub placed: Seq,
     live: BTreeMap<ServerId, Live>,
     /// When this service began: nobody was silent before that.
     began: Instant,
@@ -64,7 +67,15 @@ impl Members {
     /// Over a table that was loaded; servers count as heard until they are silent for too long.
     pub fn new(table: Table, now: Instant) -> Members {
         let live = table.servers.keys().map(|id| (*id, Live::silent(now))).collect();
-        Members { table, live, began: now }
+        Members { table, placed: Seq(0), live, began: now }
+    }
+
+    /// Puts an edited table in the place of the one it was made from; this batch wrote it.
+    pub fn take(&mut self, table: Table, seq: Seq) {
+        if table.version != self.table.version {
+            self.placed = seq;
+        }
+        self.table = table;
     }
 
     /// Whether this heartbeat makes sense.
@@ -96,6 +107,11 @@ impl Members {
     /// The server's number, if it is known.
     pub fn known(&self, beat: &Heartbeat) -> Option<ServerId> {
         self.table.servers.values().find(|server| server.store == beat.store).map(|server| server.id)
+    }
+
+    /// The batch in which the server got its number.
+    pub fn joined(&self, beat: &Heartbeat) -> Seq {
+        self.known(beat).and_then(|id| self.table.servers.get(&id)).map_or(Seq(0), |server| server.born)
     }
 
     /// The record that a heartbeat makes, if it differs.

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use torchfs_proto::extent::NewBlock;
 use torchfs_proto::layout::{Scheme, ServerInfo};
-use torchfs_proto::msg::meta::{Done, MetaReport, Op, RepairReport, StandbyReport, StatusReport};
+use torchfs_proto::msg::meta::{Done, MetaReport, Op, RepairReport, StandbyReport, StatusReport, VolumeOp};
 use torchfs_proto::record::Block;
-use torchfs_proto::{BlockId, Code, Fault, Result, SessionId, VolumeId, key};
+use torchfs_proto::{BlockId, Code, Fault, Result, Seq, SessionId, VolumeId, key};
 
 use super::{Meta, State};
 use crate::namespace;
@@ -76,6 +76,27 @@ impl Meta {
             op => return self.cluster_op(state, op, now),
         };
         Ok(Some(done))
+    }
+
+    /// The batch that an answer outside of sessions rests on, whatever it is; `before` is the last one before the request.
+    pub(super) fn admin_rests(&self, state: &State, op: &Op, before: Seq) -> Seq {
+        let ordered = self.engine.ordered();
+        match op {
+            // Rare, and meant to last: they rest on all that others asked for before, refusals too.
+            Op::OpenSession(_)
+            | Op::Volume(VolumeOp::Create { .. } | VolumeOp::Set { .. } | VolumeOp::Remove { .. })
+            | Op::Evict { .. }
+            | Op::Drain { .. }
+            | Op::RemoveServer { .. }
+            | Op::ReportBad { .. } => ordered,
+            Op::Placement => state.members.placed,
+            // Who reports bad pieces forgets them when it is answered; who asks again for its number must not lose it.
+            Op::Heartbeat(beat) if !beat.bad.is_empty() => ordered,
+            Op::Heartbeat(beat) if ordered == before => state.members.joined(beat),
+            // Reports show what is ordered, also while the log stands still; a heartbeat as a rule changes nothing.
+            _ if ordered > before => ordered,
+            _ => Seq(0),
+        }
     }
 
     /// Figures of a volume.

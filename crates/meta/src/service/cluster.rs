@@ -31,12 +31,13 @@ impl Meta {
         let result = edit(&mut table, &mut counters)?;
         let mut view = self.view(key::CLUSTER);
         table.write(&state.members.table, &mut view, &mut counters, &state.cluster);
+        let mut seq = state.members.placed;
         if !view.is_clean() {
             view.frees = true;
-            self.order(state, view, now)?;
+            seq = self.order(state, view, now)?;
             state.cluster = counters;
         }
-        state.members.table = table;
+        state.members.take(table, seq);
         Ok(result)
     }
 
@@ -102,7 +103,7 @@ impl Meta {
     }
 
     fn heartbeat(&self, state: &mut State, beat: &Heartbeat, now: Instant) -> Result<Done> {
-        let cluster = self.engine.cluster();
+        let (cluster, before) = (self.engine.cluster(), self.engine.ordered());
         state.members.check(cluster, beat)?;
         if state.cluster.removed.as_ref().is_some_and(|removed| removed.contains(&beat.store)) {
             let what = format!("the data server at {} was removed from this cluster", beat.addr);
@@ -144,11 +145,14 @@ impl Meta {
             self.report_bad(state, &bad, now)?;
         }
         let placement = state.members.version();
-        let groups = match beat.placement < placement {
-            true => state.members.group_versions(),
-            false => Vec::new(),
-        };
-        Ok(Done::Joined { server, cluster, placement, groups })
+        // What is not durable is not told yet: the next heartbeat asks again. One that ordered something waits for that anyway.
+        let told = self.engine.durable() >= state.members.placed || self.engine.ordered() > before;
+        Ok(match told && beat.placement < placement {
+            true => Done::Joined { server, cluster, placement, groups: state.members.group_versions() },
+            false => {
+                Done::Joined { server, cluster, placement: beat.placement.min(placement), groups: Vec::new() }
+            }
+        })
     }
 
     fn remove_server(&self, state: &mut State, server: ServerId, force: bool, now: Instant) -> Result<()> {

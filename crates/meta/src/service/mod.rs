@@ -7,7 +7,8 @@
 //! # Invariants
 //! - A batch is ordered in the same critical section in which it was decided.
 //! - A request that waits for recalls is not ordered and blocks no other, least of all from the recalled session.
-//! - An answer that rests on another session's change leaves only when that change is durable.
+//! - An answer that rests on another session's change leaves only when that change is durable. So does one to servers and
+//!   administrators that ordered something, and whatever tells of the placement: numbers that were told are not given twice.
 //! - Every answer leaves under the lead, asked after everything it rests on was read. While the lead is in doubt requests
 //!   wait, before they are decided and before they are answered.
 //!
@@ -242,11 +243,12 @@ impl Meta {
         let state = &mut *state;
         let now = self.clock.now();
         metrics::request(&request.op);
+        let before = self.engine.ordered();
         match self.serve(state, request, hold, now) {
             Ok(step) => step,
             Err(fault) => {
                 // A refusal rests on what was read as much as any other answer.
-                let rests = self.rests(state, request, &[]);
+                let rests = self.rests(state, request, &[]).max(self.admin_rests(state, &request.op, before));
                 let reply = self.reply(state, request.session, Err(fault), Seq(0), Vec::new());
                 if rests > self.engine.durable() { Step::Durable(rests, reply) } else { Step::Reply(reply) }
             }
@@ -260,10 +262,13 @@ impl Meta {
         if state.stopped {
             return Err(Fault::new(Code::NotLeader, "the metadata service stops"));
         }
+        let before = self.engine.ordered();
         if let Some(done) = self.admin(state, &request.op, now)? {
             // A new session learns its lease epoch with its number.
             let session = if let Done::Session(info) = &done { info.session } else { request.session };
-            return Ok(Step::Reply(self.reply(state, session, Ok(done), Seq(0), Vec::new())));
+            let rests = self.admin_rests(state, &request.op, before);
+            let reply = self.reply(state, session, Ok(done), Seq(0), Vec::new());
+            return Ok(if rests > reply.durable { Step::Durable(rests, reply) } else { Step::Reply(reply) });
         }
         let volume = self.admit(state, request, now)?;
         if let Some(step) = self.session_op(state, request, hold, volume, now)? {
@@ -352,7 +357,8 @@ impl Meta {
         }
         let seq = self.order(state, view, now)?;
         if let Some((table, counters)) = edit {
-            (state.members.table, state.cluster) = (table, counters);
+            state.members.take(table, seq);
+            state.cluster = counters;
         }
         debug_assert_eq!(seq, born, "one writer orders under one lock");
         self.stored_outcome(state, request, decision.answered.is_some());

@@ -178,9 +178,11 @@ impl Meta {
     ) -> Result<Option<Step>> {
         let id = request.session;
         let mut grants = Vec::new();
+        let mut rests = Seq(0);
         let done = match &request.op {
             Op::ResumeSession => {
                 self.renew(state, id, now);
+                rests = state.members.placed;
                 self.session_info(state, id)?
             }
             Op::Reclaim { leases, open, last } => {
@@ -216,8 +218,14 @@ impl Meta {
                 // few servers writers wait for them, which is not a matter of space.
                 let known = state.members.all_reported() && state.members.enough(scheme);
                 let space = if known { free / sharing } else { u64::MAX };
-                let volume = volume.map(|volume| self.volume_info(state, volume));
-                Done::Renewed { space, placement: state.members.version(), volume }
+                // A renewal does not wait for the log. Of what is not durable the next one tells.
+                match self.engine.durable() >= state.members.placed {
+                    true => {
+                        let volume = volume.map(|volume| self.volume_info(state, volume));
+                        Done::Renewed { space, placement: state.members.version(), volume }
+                    }
+                    false => Done::Renewed { space, placement: 0, volume: None },
+                }
             }
             Op::CloseSession => {
                 self.end_session(state, id, "closed")?;
@@ -268,7 +276,8 @@ impl Meta {
             Op::GrantIds { count } => return self.grant_ids(state, request, *count, now).map(Some),
             _ => return Ok(None),
         };
-        Ok(Some(Step::Reply(self.reply(state, id, Ok(done), Seq(0), grants))))
+        let reply = self.reply(state, id, Ok(done), Seq(0), grants);
+        Ok(Some(if rests > reply.durable { Step::Durable(rests, reply) } else { Step::Reply(reply) }))
     }
 
     fn renew(&self, state: &mut State, id: SessionId, now: Instant) {

@@ -148,8 +148,9 @@ impl Meta {
         }
         table.write(&state.members.table, &mut view, &mut counters, &state.cluster);
         view.put(key::volume(volume.id), &volume);
-        self.order(state, view, now)?;
-        state.members.table = table;
+        let seq = self.order(state, view, now)?;
+        state.members.take(table, seq);
+        state.members.placed = seq; // the volume's policies are told with the placement
         state.cluster = counters;
         state.volumes.insert(volume.id, volume);
         Ok(())

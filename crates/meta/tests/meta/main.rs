@@ -11,5 +11,6 @@ mod repair;
 mod replay;
 mod servers;
 mod sessions;
+mod standstill;
 mod volumes;
 mod world;

@@ -141,19 +141,15 @@ impl World {
         Pending { future: Some(Box::pin(async move { meta.handle(request).await })), reply: None }
     }
 
-    /// A request outside of sessions.
+    /// A request outside of sessions; makes the log durable if the answer waits for that.
     pub fn admin(&self, op: Op) -> Done {
-        let request = Request {
-            session: SessionId(0),
-            epoch: 0,
-            seq: 0,
-            step: 0,
-            watermark: 0,
-            fence: Fence(0),
-            op,
-            made: None,
-        };
-        self.start(request).ready().result.unwrap()
+        self.ask(op).settle(self).result.unwrap()
+    }
+
+    /// The same, as far as it comes by itself.
+    pub fn ask(&self, op: Op) -> Pending {
+        let mut nobody = Client { id: SessionId(0), epoch: 0, seq: 0, watermark: 0 };
+        nobody.start(self, op)
     }
 
     /// The code with which a request outside of sessions is refused.
