@@ -57,6 +57,25 @@ fn make(name: &str) -> Op {
     })
 }
 
+fn commit(ino: u64, grant: u64) -> Op {
+    Op::Commit(Commit {
+        ino: Ino(ino),
+        grant,
+        blocks: Vec::new(),
+        ranges: Vec::new(),
+        mtime: None,
+        kill_privileges: false,
+        expect: None,
+        ends: None,
+    })
+}
+
+fn lock() -> Op {
+    let lock =
+        FileLock { kind: LockKind::Flock, ty: LockType::Write, owner: 1, pid: 1, start: 0, end: u64::MAX };
+    Op::Lock { ino: Ino(1), lock, wait: true }
+}
+
 fn lookup() -> Op {
     Op::Lookup { parent: Ino::ROOT, name: b"x".to_vec().into() }
 }
@@ -349,19 +368,7 @@ async fn leases_are_reclaimed_and_commits_follow_their_grant_to_its_new_number()
         state.regrants.insert(Ino(1), grant(1, lease::WRITE, 2));
     });
     meta.ask(lookup()).await.expect("answered");
-    let commit = |grant| {
-        Op::Commit(Commit {
-            ino: Ino(1),
-            grant,
-            blocks: Vec::new(),
-            ranges: Vec::new(),
-            mtime: None,
-            kill_privileges: false,
-            expect: None,
-            ends: None,
-        })
-    };
-    meta.change(commit(meta.grant_number(Ino(1)))).await.expect("committed");
+    meta.change(commit(1, meta.grant_number(Ino(1)))).await.expect("committed");
     fake.kill();
     soon("the next leader", meta.ask(lookup())).await.expect("answered");
     assert_eq!(meta.grant_number(Ino(1)), 2);
@@ -370,7 +377,7 @@ async fn leases_are_reclaimed_and_commits_follow_their_grant_to_its_new_number()
     until("what was not granted anew is recalled", || *notes.recalled.lock() == [(Ino(2), lease::NAMES)])
         .await;
     // One that was prepared before the leader changed names the same grant.
-    soon("a commit", meta.change(commit(30))).await.expect("committed");
+    soon("a commit", meta.change(commit(1, 30))).await.expect("committed");
     let grants: Vec<u64> = fake
         .state
         .lock()
@@ -402,6 +409,90 @@ async fn the_ledger_is_bounded_and_makes_room_by_syncing() {
     fake.sync();
     soon("room", fifth).await.expect("no panic").expect("made");
     assert_eq!(fake.state.lock().came.last(), Some(&(5, 4)), "its watermark lets the results be dropped");
+}
+
+/// A session whose first change waits for another session to give a lease back, and whose ledger is full behind it.
+async fn crowded() -> (Setup, tokio::task::JoinHandle<Ino>) {
+    let setup = with(Transport::Local, |config| config.ledger_max = 4).await;
+    setup.fake.set(|state| {
+        let both = vec![grant(1, lease::WRITE, 3), grant(2, lease::WRITE, 4)];
+        state.grants.push_back(both);
+    });
+    setup.meta.ask(lookup()).await.expect("answered");
+    let meta = setup.meta.clone();
+    setup.fake.hold(|op| matches!(op, Op::Make(make) if make.name.as_slice() == b"waits"));
+    let waits = tokio::spawn(async move { made(meta.change(make("waits")).await) });
+    until("it is under way", || setup.fake.sequences().len() == 1).await;
+    for n in 0..3 {
+        setup.meta.change(make(&n.to_string())).await.expect("made");
+    }
+    (setup, waits)
+}
+
+fn recall(ino: u64, number: u64) -> Event {
+    Event::Recall { ino: Ino(ino), bits: lease::WRITE, number, names: Vec::new() }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_honours_a_recall_never_waits_for_room() {
+    let (Setup { fake, meta, .. }, waits) = crowded().await;
+    let notes = Notes::new(Some(Ino(1)));
+    notes.keep(&meta);
+    let commits = |ino| {
+        let meta = meta.clone();
+        tokio::spawn(async move { meta.change(commit(ino, meta.grant_number(Ino(ino)))).await.map(|_| ()) })
+    };
+    let (awaited, common) = (commits(1), commits(2));
+    until("they wait for room", || fake.count(|op| matches!(op, Op::Sync { .. })) > 0).await;
+    assert_eq!(fake.count(|op| matches!(op, Op::Commit(_))), 0);
+    // The session that the first change waits for waits for this file.
+    fake.set(|state| state.events.push((1, recall(1, 3))));
+    soon("the commit", awaited).await.expect("no panic").expect("committed");
+    soon("its blocks' ids", meta.block_id()).await.expect("an id");
+    let further = soon("another commit", commits(1)).await;
+    further.expect("no panic").expect("committed");
+    assert_eq!(fake.count(|op| matches!(op, Op::Commit(commit) if commit.ino == Ino(2))), 0);
+    fake.set(|state| state.hold = false);
+    soon("the first", waits).await.expect("no panic");
+    soon("the rest", common).await.expect("no panic").expect("committed");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lock_that_is_waited_for_keeps_no_change_waiting() {
+    for transport in BOTH {
+        let Setup { fake, meta, .. } = with(transport, |config| {
+            (config.ledger_max, config.lock_wait) = (4, LONG);
+        })
+        .await;
+        fake.hold(|op| matches!(op, Op::Lock { .. }));
+        let waits = tokio::spawn({
+            let meta = meta.clone();
+            async move { meta.change(lock()).await.map(|_| ()) }
+        });
+        until("it is under way", || fake.sequences().len() == 1).await;
+        for n in 0..20 {
+            made(soon("a change", meta.change(make(&n.to_string()))).await);
+        }
+        until("it is asked for again", || fake.count(|op| matches!(op, Op::Lock { .. })) > 1).await;
+        fake.set(|state| state.hold = false);
+        soon("the lock", waits).await.expect("no panic").expect("granted");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lock_that_is_given_up_wakes_those_who_wait_for_room() {
+    let Setup { fake, meta, .. } = with(Transport::Local, |config| config.ledger_max = 4).await;
+    fake.hold(|op| matches!(op, Op::Lock { .. }));
+    let mut caller = Box::pin(meta.change(lock()));
+    assert!(caller.as_mut().now_or_never().is_none());
+    for n in 0..3 {
+        made(meta.change(make(&n.to_string())).await);
+    }
+    let mut fifth = Box::pin(meta.change(make("fifth")));
+    assert!(fifth.as_mut().now_or_never().is_none(), "there is no room, and nobody looks after the lock");
+    let fifth = async { made(fifth.await) };
+    let dropped = async { drop(caller) };
+    soon("room", futures_util::future::join(fifth, dropped)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -470,10 +561,8 @@ async fn an_interrupted_change_is_replayed_all_the_same() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lock_that_is_waited_for_is_given_up_with_its_caller() {
     let Setup { fake, meta, .. } = setup(Transport::Local).await;
-    let lock =
-        FileLock { kind: LockKind::Flock, ty: LockType::Write, owner: 1, pid: 1, start: 0, end: u64::MAX };
     fake.set(|state| state.hold = true);
-    let mut caller = Box::pin(meta.change(Op::Lock { ino: Ino(1), lock, wait: true }));
+    let mut caller = Box::pin(meta.change(lock()));
     assert!(caller.as_mut().now_or_never().is_none());
     drop(caller);
     fake.set(|state| state.hold = false);

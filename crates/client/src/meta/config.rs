@@ -38,9 +38,11 @@ pub struct MetaConfig {
     pub close_timeout: Duration,
     /// Block ids asked for at a time.
     pub ids_per_grant: u32,
-    /// Changes above the watermark, that is from the first that is not known to be durable; further ones wait. The service
-    /// keeps that many results for a session, so it must allow more.
+    /// Changes above the watermark, that is from the first that is not known to be durable; further ones wait.
     pub ledger_max: usize,
+    /// So many more for those that other sessions wait for. The service must keep `ledger_max` and this many results for a
+    /// session.
+    pub ledger_reserve: usize,
     /// Changes told again to a new leader before the first answer is waited for.
     pub replay_window: usize,
     /// Recalls remembered for replies that are on their way.
@@ -65,6 +67,7 @@ impl MetaConfig {
             close_timeout: Duration::from_secs(10),
             ids_per_grant: 4096,
             ledger_max: 2_048,
+            ledger_reserve: 2_048,
             replay_window: 256,
             recalls_max: 65_536,
         }

@@ -7,12 +7,14 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use futures_util::future::{Either, select};
 use torchfs_proto::msg::meta::{Done, Op, method};
 use torchfs_proto::{Code, Fault, Ino, Result};
 use torchfs_rpc::{Call, CallFuture};
 
 use super::leases::Ticket;
-use super::session::{Heard, Kind, Route, Shared};
+use super::ledger::Claim;
+use super::session::{Heard, Kind, Route, Shared, State};
 use super::{Changed, Mark};
 
 /// A change that has its sequence and was sent.
@@ -20,7 +22,7 @@ pub(crate) struct Flight {
     shared: Arc<Shared>,
     seq: u64,
     kind: Kind,
-    /// A lock that is waited for: given up with its caller, and sent anew after a lost connection.
+    /// A lock that is waited for: given up with its caller, sent anew after a lost connection, and when others need room.
     loose: bool,
     /// Somebody waits for the answer, until then at most; otherwise this runs in a task until it is known.
     until: Option<Instant>,
@@ -81,7 +83,7 @@ impl Shared {
                     }
                 }
                 Launch::Recovering => self.ready(until).await?,
-                Launch::Full => self.make_room(until).await?,
+                Launch::Full => self.make_room(&mut op, waits, until).await?,
             }
         }
     }
@@ -102,7 +104,7 @@ impl Shared {
                 *slot = Some(op);
                 return Ok(Launch::Recovering);
             }
-            if state.ledger.is_full() {
+            if !state.ledger.has_room(state.claim(&mut op, loose)) {
                 *slot = Some(op);
                 return Ok(Launch::Full);
             }
@@ -132,15 +134,39 @@ impl Shared {
         Ok(Launch::Sent(flight))
     }
 
-    /// Waits until the ledger has room.
-    async fn make_room(self: &Arc<Shared>, until: Instant) -> Result<()> {
-        let last = self.state.lock().ledger.last();
-        self.durable(last, until).await?;
-        self.wait_for(until, |state| match state.is_live() {
-            Err(fault) => Some(Err(fault)),
-            Ok(_) => (!state.ledger.is_full()).then_some(Ok(())),
-        })
-        .await
+    /// Waits until the ledger has room for this change.
+    async fn make_room(self: &Arc<Shared>, op: &mut Option<Op>, loose: bool, until: Instant) -> Result<()> {
+        self.crowded.notify_waiters();
+        loop {
+            let mut progress = std::pin::pin!(self.progress.notified());
+            progress.as_mut().enable();
+            // Each time: what is answered meanwhile has to become durable, too.
+            let last = self.state.lock().ledger.last();
+            self.durable(last, until).await?;
+            {
+                let state = self.state.lock();
+                state.is_live()?;
+                // A recall may have come for it while it waited.
+                if op.as_mut().is_none_or(|op| state.ledger.has_room(state.claim(op, loose))) {
+                    return Ok(());
+                }
+            }
+            self.within(until, progress).await?;
+        }
+    }
+
+    /// The answer to a loose change; `None` when others wait for the room that it keeps.
+    async fn unless_crowded(&self, call: &mut Sending) -> Option<Result<torchfs_rpc::Reply>> {
+        let mut crowded = std::pin::pin!(self.crowded.notified());
+        crowded.as_mut().enable();
+        // Those who wait already do not say so again.
+        if call.answer.is_none() && !self.state.lock().ledger.has_room(Claim::Common) {
+            return None;
+        }
+        match select(std::pin::pin!(call.answer()), crowded).await {
+            Either::Left((result, _)) => Some(result),
+            Either::Right(_) => None,
+        }
     }
 
     /// A change to be told again over a new connection.
@@ -150,6 +176,25 @@ impl Shared {
         let until = Instant::now() + self.config.op_timeout;
         let kind = Kind::Change { seq, mine: false, grant };
         Flight::new(self.clone(), seq, kind, false, None, route, body, until)
+    }
+}
+
+impl State {
+    /// What a change is to others that wait for room.
+    ///
+    /// Where a change holds the watermark, it may wait for another session to give a lease back, and that one for us: what gives a
+    /// lease back must never wait for room. That is a commit of the file, and the ids of its blocks; one request for
+    /// ids is under way at a time.
+    fn claim(&self, op: &mut Op, loose: bool) -> Claim {
+        let awaited = match op {
+            Op::GrantIds { .. } => true,
+            op => grant_of(op).is_some_and(|(ino, _)| self.leases.is_leaving(ino)),
+        };
+        match (awaited, loose) {
+            (true, _) => Claim::Awaited,
+            (false, true) => Claim::Loose,
+            (false, false) => Claim::Common,
+        }
     }
 }
 
@@ -184,7 +229,19 @@ impl Flight {
         loop {
             match &mut self.leg {
                 Leg::Sent { generation, ticket, call } => {
-                    let result = call.answer().await;
+                    let result = match self.loose {
+                        false => call.answer().await,
+                        true => match self.shared.unless_crowded(call).await {
+                            Some(result) => result,
+                            None => {
+                                if let Some(ticket) = ticket.take() {
+                                    self.shared.state.lock().leases.end(ticket);
+                                }
+                                self.give_up();
+                                return None;
+                            }
+                        },
+                    };
                     let (generation, ticket) = (*generation, ticket.take());
                     match self.shared.hear(generation, ticket, result, self.kind) {
                         Heard::Answer(result) => {
@@ -213,6 +270,7 @@ impl Flight {
                         return None;
                     }
                     let told = self.shared.state.lock().ledger.wait(self.seq);
+                    self.shared.progress.notify_waiters(); // what was brought already makes room
                     let until = self.until.unwrap_or_else(Instant::now);
                     let result = match told {
                         None => Err(self.ended()),
@@ -273,6 +331,7 @@ impl Flight {
     fn give_up(&mut self) {
         self.leg = Leg::Over;
         self.shared.state.lock().ledger.give_up(self.seq);
+        self.shared.progress.notify_waiters();
     }
 
     fn ended(&self) -> Fault {
@@ -293,11 +352,14 @@ impl Drop for Flight {
             }
             if self.loose {
                 state.ledger.give_up(self.seq);
+                drop(state);
+                self.shared.progress.notify_waiters();
             }
             return;
         }
         if let Leg::Lost = leg {
             self.shared.state.lock().ledger.disown(self.seq);
+            self.shared.progress.notify_waiters();
             return;
         }
         // The caller is gone, the change is not: its answer is consumed by a task.

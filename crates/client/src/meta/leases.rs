@@ -103,6 +103,11 @@ impl Leases {
         self.held.get(&ino).map_or(0, |held| held.writing)
     }
 
+    /// Whether a lease of this inode is being given back and the service does not know yet that it is.
+    pub fn is_leaving(&self, ino: Ino) -> bool {
+        self.leaving.contains_key(&ino)
+    }
+
     /// A request goes out that may bring grants.
     pub fn begin(&mut self) -> Ticket {
         self.recalls.begin()

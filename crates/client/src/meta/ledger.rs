@@ -9,8 +9,10 @@
 //! - An entry counts as durable only by the word of the leader that put it in order: places in the log given by one
 //!   leader mean nothing under the next.
 //! - A refused change leaves at once: it changed nothing, and there is nothing to repeat.
+//! - A change that another session waits for finds room even when there is none for others: what holds the watermark may
+//!   itself wait for that session.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use tokio::sync::oneshot;
 use torchfs_proto::msg::meta::{Done, Op};
@@ -23,8 +25,12 @@ pub(crate) struct Ledger {
     ordered: VecDeque<(Seq, u64)>,
     durable: Seq,
     next: u64,
-    /// Sequences above the watermark, at most.
-    max: usize,
+    /// Changes without an answer that are given up if they are lost: their owners send them anew under another sequence.
+    loose: BTreeSet<u64>,
+    /// Sequences above the watermark, at most,
+    max: u64,
+    /// and so many more for what others wait for.
+    reserve: u64,
     /// The first change that the present leader answered otherwise than the one before.
     broken: Option<(u64, Fault)>,
 }
@@ -36,8 +42,17 @@ struct Entry {
     /// What the caller was told.
     told: Option<Told>,
     owner: Owner,
-    /// If it is lost without an answer, its owner sends it anew under another sequence.
-    loose: bool,
+}
+
+/// What a change is to those that wait for room.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Claim {
+    /// One of many.
+    Common,
+    /// It may wait for hours, and is given up rather than keep others waiting.
+    Loose,
+    /// Another session waits for it.
+    Awaited,
 }
 
 /// As much of an answer as has to be the same when it is given again.
@@ -59,21 +74,29 @@ enum Owner {
 }
 
 impl Ledger {
-    pub fn new(max: usize) -> Ledger {
+    pub fn new(max: usize, reserve: usize) -> Ledger {
         Ledger {
             entries: BTreeMap::new(),
             ordered: VecDeque::new(),
             durable: Seq(0),
             next: 1,
-            max: max.max(1),
+            loose: BTreeSet::new(),
+            max: max.max(1) as u64,
+            reserve: reserve as u64,
             broken: None,
         }
     }
 
-    /// Whether a further change has to wait. The service keeps the results of everything above the watermark, so what counts
+    /// Whether a further change may be made. The service keeps the results of everything above the watermark, so what counts
     /// is the distance from it, not how many are left.
-    pub fn is_full(&self) -> bool {
-        self.last() - self.watermark() >= self.max as u64
+    pub fn has_room(&self, claim: Claim) -> bool {
+        let distance = self.last() - self.watermark();
+        match claim {
+            Claim::Common => distance < self.max,
+            // A quarter, so that those that give up make room for many others before they are back.
+            Claim::Loose => distance < self.max && self.loose.len() as u64 <= self.max / 4,
+            Claim::Awaited => distance < self.max + self.reserve,
+        }
     }
 
     /// How many changes are kept.
@@ -86,7 +109,10 @@ impl Ledger {
     pub fn enter(&mut self, op: Op, loose: bool) -> u64 {
         let seq = self.next;
         self.next += 1;
-        self.entries.insert(seq, Entry { op, place: None, told: None, owner: Owner::Calling, loose });
+        self.entries.insert(seq, Entry { op, place: None, told: None, owner: Owner::Calling });
+        if loose {
+            self.loose.insert(seq);
+        }
         seq
     }
 
@@ -123,6 +149,7 @@ impl Ledger {
         let Some(entry) = self.entries.get_mut(&seq) else {
             return; // known to be durable meanwhile, or given up
         };
+        self.loose.remove(&seq);
         let told = entry.told;
         if told.is_none() {
             entry.owner = match std::mem::replace(&mut entry.owner, Owner::Gone) {
@@ -146,7 +173,6 @@ impl Ledger {
                 }
                 entry.told = Some(now);
                 entry.place = Some(place);
-                entry.loose = false;
                 self.ordered.push_back((place, seq));
                 self.sweep();
             }
@@ -192,6 +218,7 @@ impl Ledger {
     pub fn give_up(&mut self, seq: u64) {
         if self.entries.get(&seq).is_some_and(|entry| entry.told.is_none()) {
             self.entries.remove(&seq);
+            self.loose.remove(&seq);
         }
     }
 
@@ -211,7 +238,9 @@ impl Ledger {
         if answered {
             self.durable = Seq(0);
             self.ordered.clear();
-            self.entries.retain(|_, entry| !(entry.loose && entry.told.is_none()));
+            for seq in std::mem::take(&mut self.loose) {
+                self.entries.remove(&seq);
+            }
             self.entries.values_mut().for_each(|entry| entry.place = None);
         }
         let chosen = self.entries.iter().filter(|(_, entry)| entry.told.is_some() == answered);
@@ -239,6 +268,7 @@ impl Ledger {
     /// The session is gone: nobody gets an answer any more.
     pub fn clear(&mut self) {
         self.entries.clear();
+        self.loose.clear();
         self.ordered.clear();
     }
 
@@ -289,7 +319,7 @@ mod tests {
 
     #[test]
     fn a_change_stays_until_its_place_is_durable() {
-        let mut ledger = Ledger::new(10);
+        let mut ledger = Ledger::new(10, 0);
         let (first, second) = (ledger.enter(op(), false), ledger.enter(op(), false));
         assert_eq!((first, second, ledger.watermark()), (1, 2, 0));
         ledger.answer(second, Seq(5), &ok(), true);
@@ -304,7 +334,7 @@ mod tests {
 
     #[test]
     fn a_refused_change_leaves_at_once() {
-        let mut ledger = Ledger::new(10);
+        let mut ledger = Ledger::new(10, 0);
         let seq = ledger.enter(op(), false);
         ledger.answer(seq, Seq(0), &Err(Code::Exists.into()), true);
         assert_eq!((ledger.len(), ledger.watermark()), (0, 1));
@@ -312,7 +342,7 @@ mod tests {
 
     #[test]
     fn places_of_an_old_leader_mean_nothing_under_the_next() {
-        let mut ledger = Ledger::new(10);
+        let mut ledger = Ledger::new(10, 0);
         let seq = ledger.enter(op(), false);
         ledger.answer(seq, Seq(100), &ok(), true);
         assert_eq!((ledger.replay(true), ledger.replay(false)), (vec![seq], vec![]));
@@ -325,7 +355,7 @@ mod tests {
 
     #[test]
     fn a_replay_that_is_quicker_than_the_owner_keeps_its_answer() {
-        let mut ledger = Ledger::new(10);
+        let mut ledger = Ledger::new(10, 0);
         let seq = ledger.enter(op(), false);
         ledger.durable(Seq(9));
         assert_eq!((ledger.replay(true), ledger.replay(false)), (vec![], vec![seq]));
@@ -338,7 +368,7 @@ mod tests {
 
     #[test]
     fn an_answer_that_changed_between_leaders_is_never_swallowed() {
-        let mut ledger = Ledger::new(10);
+        let mut ledger = Ledger::new(10, 0);
         let seq = ledger.enter(op(), false);
         ledger.answer(seq, Seq(100), &ok(), true);
         ledger.replay(true);
@@ -349,7 +379,7 @@ mod tests {
 
     #[test]
     fn a_waiting_lock_is_not_replayed_but_sent_anew_by_its_owner() {
-        let mut ledger = Ledger::new(10);
+        let mut ledger = Ledger::new(10, 0);
         let lock = ledger.enter(op(), true);
         let other = ledger.enter(op(), false);
         assert_eq!((ledger.replay(true), ledger.replay(false)), (vec![], vec![other]));
@@ -359,16 +389,44 @@ mod tests {
 
     #[test]
     fn the_distance_from_the_watermark_is_bounded() {
-        let mut ledger = Ledger::new(3);
+        let mut ledger = Ledger::new(3, 0);
         for _ in 0..3 {
-            assert!(!ledger.is_full());
+            assert!(ledger.has_room(Claim::Common));
             ledger.enter(op(), false);
         }
-        assert!(ledger.is_full());
+        assert!(!ledger.has_room(Claim::Common));
         ledger.answer(2, Seq(0), &ok(), true);
         ledger.answer(3, Seq(0), &ok(), true);
-        assert!(ledger.is_full(), "the first still holds the watermark");
+        assert!(!ledger.has_room(Claim::Common), "the first still holds the watermark");
         ledger.answer(1, Seq(0), &ok(), true);
-        assert!(!ledger.is_full());
+        assert!(ledger.has_room(Claim::Common));
+    }
+
+    #[test]
+    fn what_others_wait_for_has_room_of_its_own() {
+        let mut ledger = Ledger::new(3, 2);
+        for _ in 0..5 {
+            assert!(ledger.has_room(Claim::Awaited));
+            ledger.enter(op(), false);
+        }
+        assert!(!ledger.has_room(Claim::Awaited), "the service keeps no more results than that");
+        ledger.answer(1, Seq(0), &ok(), true);
+        assert!(ledger.has_room(Claim::Awaited) && !ledger.has_room(Claim::Common));
+    }
+
+    #[test]
+    fn locks_that_are_waited_for_never_fill_the_ledger_alone() {
+        let mut ledger = Ledger::new(8, 0);
+        let mut waiting = Vec::new();
+        while ledger.has_room(Claim::Loose) {
+            waiting.push(ledger.enter(op(), true));
+        }
+        assert!(waiting.len() == 3 && ledger.has_room(Claim::Common));
+        ledger.give_up(waiting[0]);
+        assert!(ledger.has_room(Claim::Loose));
+        ledger.enter(op(), true);
+        assert!(!ledger.has_room(Claim::Loose));
+        ledger.replay(true);
+        assert!(ledger.has_room(Claim::Loose), "another leader is asked anew");
     }
 }

@@ -30,7 +30,7 @@ use torchfs_rpc::{Call, Connection};
 
 use super::ids::Ids;
 use super::leases::{Leases, Ticket};
-use super::ledger::Ledger;
+use super::ledger::{Claim, Ledger};
 use super::tasks::Outbox;
 use super::{Keeper, MetaConfig};
 
@@ -44,6 +44,8 @@ pub(crate) struct Shared {
     pub order: Mutex<()>,
     /// Something happened that waiters look for: another phase, more that is durable, room in the ledger.
     pub progress: Notify,
+    /// The ledger has no room: locks that are waited for are given up and asked for anew.
+    pub crowded: Notify,
     pub info: RwLock<Arc<SessionInfo>>,
     pub placement: RwLock<Arc<Placement>>,
     pub space: AtomicU64,
@@ -327,7 +329,8 @@ impl Shared {
                     if generation != state.generation {
                         return Heard::Lost; // what an old connection says is no answer; the replay brings it
                     }
-                    after.notify |= state.ledger.is_full();
+                    // Whatever somebody may wait for room for.
+                    after.notify |= !state.ledger.has_room(Claim::Loose);
                     state.ledger.answer(seq, ordered, &result, mine);
                 } else if generation != state.generation && result.is_err() {
                     return Heard::Lost; // the next leader may see it otherwise

@@ -164,6 +164,9 @@ impl Shared {
                 state.leases.recall(number, *ino, *bits, *upto);
             }
         }
+        if let Event::Recall { .. } = &event {
+            self.progress.notify_waiters(); // a commit that waits for room may be what is waited for now
+        }
         let keeper = self.keeper();
         match (event, keeper) {
             (Event::Recall { ino, bits, number: upto, names }, Some(keeper)) => {

@@ -33,6 +33,8 @@ pub struct State {
     pub forgot: bool,
     /// Answers no change until this is lifted; they are decided, though.
     pub hold: bool,
+    /// Of the changes, `hold` concerns only these.
+    pub held: fn(&Op) -> bool,
     /// Answers no lookup until this is lifted.
     pub hold_lookups: bool,
     /// Answers nothing at all.
@@ -71,6 +73,7 @@ impl Default for State {
             follower: false,
             forgot: false,
             hold: false,
+            held: |_| true,
             hold_lookups: false,
             mute: false,
             auto_sync: true,
@@ -104,6 +107,11 @@ impl Fake {
     pub fn set(&self, change: impl FnOnce(&mut State)) {
         change(&mut self.state.lock());
         self.changed.notify_waiters();
+    }
+
+    /// Answers none of these changes until `hold` is lifted.
+    pub fn hold(&self, held: fn(&Op) -> bool) {
+        self.set(|state| (state.hold, state.held) = (true, held));
     }
 
     /// Makes everything durable that was decided.
@@ -161,7 +169,7 @@ impl Fake {
                     if reply.is_none() {
                         reply = state.decide(&request);
                     }
-                    let held = (request.seq > 0 && state.hold)
+                    let held = (request.seq > 0 && state.hold && (state.held)(&request.op))
                         || (matches!(request.op, Op::Lookup { .. }) && state.hold_lookups);
                     if let Some(mut reply) = reply.take_if(|_| !held) {
                         reply.durable = Seq(state.durable);
