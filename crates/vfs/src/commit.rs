@@ -363,7 +363,13 @@ impl Vfs {
             }
             let asked = self.asked();
             let outcome = self.commit_round(&node, &mut round).await;
+            let lost = outcome.is_err();
             self.settle(&node, asked, round, outcome);
+            if lost {
+                // The kernel's pages have what is lost; who hears of the error must not read it there.
+                self.0.host.invalidate_data(node.ino, 0, 0);
+                self.host_settled().await;
+            }
             drop(turn);
             node.progress.notify();
         }
@@ -534,6 +540,11 @@ impl Vfs {
         }
         file.quiet_since = Instant::now();
         let fragmented = compact > 0 && file.extents.len() >= compact;
+        if fault.is_some() {
+            // Whether the service took it is not known.
+            file.extents.clear();
+            file.forget_pages();
+        }
         if let Some(fault) = fault
             && !gone
             && file.errors == round.errors

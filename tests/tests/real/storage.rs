@@ -50,6 +50,22 @@ pub fn flip(cluster: &mut Cluster, content: &[u8]) -> usize {
 }
 
 #[test]
+fn what_a_failed_fsync_lost_is_not_read_from_pages() {
+    let args = ["--op-timeout", "3s"].map(String::from).to_vec();
+    let cluster = Cluster::with(Options { mount_args: args, ..Options::default() });
+    let mount = cluster.mount();
+    fs::write(mount.at("f"), vec![b'1'; 100_000]).unwrap();
+    let file = File::options().read(true).write(true).open(mount.at("f")).unwrap();
+    cluster.data.iter().for_each(|server| server.signal(libc::SIGSTOP));
+    file.write_all_at(&[b'2'; 100_000], 0).unwrap();
+    let synced = file.sync_all();
+    cluster.data.iter().for_each(|server| server.signal(libc::SIGCONT));
+    assert!(synced.is_err());
+    assert!(file.sync_all().is_err(), "an error of fsync must stay");
+    assert!(fs::read(mount.at("f")).unwrap() == vec![b'1'; 100_000], "lost bytes are read");
+}
+
+#[test]
 fn a_flipped_bit_is_an_error_that_names_block_and_server() {
     let mut cluster = Cluster::with(Options { redundancy: Some("replicas:1".into()), ..Options::default() });
     // What is flipped must not be on its way to another server.
