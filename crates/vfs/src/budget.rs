@@ -7,7 +7,8 @@ use parking_lot::Mutex;
 use crate::metrics;
 use crate::signal::Signal;
 
-/// Bytes that are written here and not committed, over all files.
+/// Bytes that are written here and not committed, over all files: those that may still be overwritten in place, and those on their
+/// way into blocks, which stay in memory until they are there even if newer ones lie on top.
 pub(crate) struct Budget {
     used: Mutex<u64>,
     max: u64,
@@ -30,7 +31,7 @@ impl Budget {
         used > 0 && used + more > self.max
     }
 
-    /// A file's overlay changed its size.
+    /// A file's dirty bytes became more or fewer.
     pub(crate) fn adjust(&self, before: u64, after: u64) {
         {
             let mut used = self.used.lock();
@@ -40,6 +41,25 @@ impl Budget {
         if after < before {
             self.freed.notify();
         }
+    }
+}
+
+/// Bytes on their way into a block or a commit; they count until the last who needs them is done.
+pub(crate) struct Charge {
+    budget: Arc<Budget>,
+    bytes: u64,
+}
+
+impl Charge {
+    pub(crate) fn new(budget: &Arc<Budget>, bytes: u64) -> Arc<Charge> {
+        budget.adjust(0, bytes);
+        Arc::new(Charge { budget: budget.clone(), bytes })
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.budget.adjust(self.bytes, 0);
     }
 }
 
@@ -108,6 +128,17 @@ mod tests {
         let freed = budget.freed.listen();
         budget.adjust(100, 0);
         assert!(freed.now_or_never().is_some());
+        assert_eq!(budget.used(), 0);
+    }
+
+    #[test]
+    fn what_two_need_counts_until_both_are_done() {
+        let budget = Arc::new(Budget::new(10));
+        let one = Charge::new(&budget, 7);
+        let two = one.clone();
+        drop(one);
+        assert_eq!(budget.used(), 7);
+        drop(two);
         assert_eq!(budget.used(), 0);
     }
 }

@@ -23,6 +23,7 @@ use torchfs_proto::extent::{NewBlock, RangeOp, Source};
 use torchfs_proto::msg::meta::{COMMIT_BLOCKS_MAX, COMMIT_RANGES_MAX, Commit, Done, Op, lease};
 use torchfs_proto::{Code, Fault, Result};
 
+use crate::budget::{Budget, Charge};
 use crate::node::{Asked, File, Inode};
 use crate::overlay::{Batch, Number, Run};
 use crate::write::now;
@@ -46,6 +47,7 @@ pub(crate) struct Sealed {
     pub(crate) len: u64,
     ranges: Vec<Placed>,
     body: Body,
+    _charge: Arc<Charge>,
 }
 
 /// A range of the file and where in the block it lies.
@@ -70,6 +72,7 @@ pub(crate) struct Put {
 pub(crate) struct PutJob {
     put: Arc<Put>,
     parts: Vec<Bytes>,
+    charge: Arc<Charge>,
 }
 
 /// What one commit takes.
@@ -84,7 +87,12 @@ struct Round {
 
 impl Sealed {
     /// Runs that share one block.
-    pub(crate) fn block(batch: Batch, writes: RangeInclusive<Number>, runs: Vec<Run>) -> (Sealed, PutJob) {
+    pub(crate) fn block(
+        budget: &Arc<Budget>,
+        batch: Batch,
+        writes: RangeInclusive<Number>,
+        runs: Vec<Run>,
+    ) -> (Sealed, PutJob) {
         let put = Arc::new(Put::default());
         let mut ranges = Vec::with_capacity(runs.len());
         let mut parts = Vec::new();
@@ -94,17 +102,19 @@ impl Sealed {
             at += run.len;
             parts.extend(run.parts);
         }
-        let sealed = Sealed { batch, writes, len: at, ranges, body: Body::Block(put.clone()) };
-        (sealed, PutJob { put, parts })
+        let charge = Charge::new(budget, at);
+        let body = Body::Block(put.clone());
+        let sealed = Sealed { batch, writes, len: at, ranges, body, _charge: charge.clone() };
+        (sealed, PutJob { put, parts, charge })
     }
 
     /// Runs so short that the commit carries them.
-    fn inline(batch: Batch, writes: RangeInclusive<Number>, runs: Vec<Run>) -> Sealed {
+    fn inline(budget: &Arc<Budget>, batch: Batch, writes: RangeInclusive<Number>, runs: Vec<Run>) -> Sealed {
         let ranges: Vec<Placed> =
             runs.iter().map(|run| Placed { offset: run.offset, len: run.len, at: 0 }).collect();
         let len = ranges.iter().map(|range| range.len).sum();
         let bodies = runs.into_iter().map(|run| run.parts.concat().into()).collect();
-        Sealed { batch, writes, len, ranges, body: Body::Inline(bodies) }
+        Sealed { batch, writes, len, ranges, body: Body::Inline(bodies), _charge: Charge::new(budget, len) }
     }
 
     /// The operations that name the bytes, once they are where they belong.
@@ -270,6 +280,7 @@ impl Vfs {
         let (vfs, node) = (self.clone(), node.clone());
         self.0.meta.spawn(async move {
             let result = vfs.put_block(&node, job.parts).await;
+            drop(job.charge);
             *job.put.result.lock() = Some(result);
             node.progress.notify();
         });
@@ -387,7 +398,7 @@ impl Vfs {
         let mut state = node.lock();
         let file = state.file();
         let streamed = file.sealed.iter().map(|sealed| sealed.len).sum::<u64>() >= self.0.config.commit_bytes;
-        let full = file.overlay.bytes() >= self.0.config.dirty_file_max / 2;
+        let full = file.waiting() >= self.0.config.dirty_file_max / 2;
         if file.want <= file.committed && !streamed && !full {
             file.flushing = false;
             return None;
@@ -399,7 +410,7 @@ impl Vfs {
         let suffices = file.want <= file.committed || (file.want <= last && oldest != Some(last));
         let mut jobs = Vec::new();
         if !suffices || older_stay || file.sealed.is_empty() {
-            jobs = seal_all(file, most);
+            jobs = seal_all(file, most, &self.0.budget);
         }
         let mut sealed: Vec<Sealed> = Vec::new();
         let (mut ranges, mut blocks, mut last) = (0, 0, 0);
@@ -415,6 +426,7 @@ impl Vfs {
             last = last.max(*next.writes.end());
             sealed.extend(file.sealed.pop_front());
         }
+        file.committing = sealed.iter().map(|sealed| sealed.len).sum();
         let stays = file.sealed.iter().map(|sealed| *sealed.writes.start());
         let oldest = stays.chain(file.overlay.oldest_dirty()).min();
         let upto = oldest.map_or(file.number, |oldest| oldest.saturating_sub(1));
@@ -525,13 +537,12 @@ impl Vfs {
         let gone = state.gone;
         let compact = self.0.config.compact_extents;
         let file = state.file();
-        let before = file.overlay.bytes();
+        file.committing = 0;
         for sealed in &round.sealed {
             for range in &sealed.ranges {
                 file.overlay.settle(range.offset..range.offset + range.len, sealed.batch);
             }
         }
-        self.0.budget.adjust(before, file.overlay.bytes());
         file.committed = file.committed.max(round.upto);
         if !file.is_dirty() {
             file.is_clean();
@@ -578,7 +589,14 @@ impl File {
 }
 
 /// Seals everything dirty: neighbours together, blocks filled one after the other.
-fn seal_all(file: &mut File, most: u64) -> Vec<PutJob> {
+fn seal_all(file: &mut File, most: u64, budget: &Arc<Budget>) -> Vec<PutJob> {
+    let before = file.overlay.dirty();
+    let jobs = seal_runs(file, most, budget);
+    budget.adjust(before, file.overlay.dirty());
+    jobs
+}
+
+fn seal_runs(file: &mut File, most: u64, budget: &Arc<Budget>) -> Vec<PutJob> {
     let little = file.fits_inline();
     file.batch += 1;
     let (runs, writes) = file.overlay.seal(0..u64::MAX, file.batch);
@@ -586,13 +604,13 @@ fn seal_all(file: &mut File, most: u64) -> Vec<PutJob> {
         return Vec::new();
     }
     if little {
-        let sealed = Sealed::inline(file.batch, writes, runs);
+        let sealed = Sealed::inline(budget, file.batch, writes, runs);
         file.sealed.push_back(sealed);
         return Vec::new();
     }
     let mut jobs = Vec::new();
     for group in pack(runs, most) {
-        let (sealed, job) = Sealed::block(file.batch, writes.clone(), group);
+        let (sealed, job) = Sealed::block(budget, file.batch, writes.clone(), group);
         file.sealed.push_back(sealed);
         jobs.push(job);
     }
@@ -674,8 +692,9 @@ mod tests {
 
     #[test]
     fn what_moves_with_the_end_keeps_its_bytes() {
-        let mut sealed =
-            Sealed::inline(1, 1..=1, vec![run(0, b"head"), run(10, b"keeptail"), run(20, b"more")]);
+        let budget = Arc::new(Budget::new(100));
+        let runs = vec![run(0, b"head"), run(10, b"keeptail"), run(20, b"more")];
+        let mut sealed = Sealed::inline(&budget, 1, 1..=1, runs);
         sealed.shift(14, 100);
         let mut ops = Vec::new();
         sealed.ops(&mut Vec::new(), &mut ops).unwrap();

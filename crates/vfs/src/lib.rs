@@ -95,7 +95,7 @@ struct Inner {
     fragmented: Mutex<HashSet<Ino>>,
     /// What a restripe wrote again lately, so that files go on sharing it.
     moved: Mutex<restripe::Moved>,
-    budget: Budget,
+    budget: Arc<Budget>,
     puts: Slots,
     prefetches: Slots,
     /// Inodes that another machine took the last name from, and until when they stay for who has just found them.
@@ -126,7 +126,7 @@ impl Vfs {
             idle: Mutex::default(),
             fragmented: Mutex::default(),
             moved: Mutex::default(),
-            budget: Budget::new(config.dirty_max),
+            budget: Arc::new(Budget::new(config.dirty_max)),
             puts: Slots::new(config.puts_max),
             prefetches: Slots::new(config.prefetches_max.min(ahead_max)),
             departing: Mutex::default(),

@@ -122,6 +122,8 @@ pub(crate) struct File {
     pub(crate) ends: u64,
     /// Blocks on their way, in the order of sealing.
     pub(crate) sealed: VecDeque<Sealed>,
+    /// Bytes in the round that is under way.
+    pub(crate) committing: u64,
     pub(crate) flushing: bool,
     pub(crate) dirty_since: Option<Instant>,
     pub(crate) quiet_since: Instant,
@@ -305,6 +307,7 @@ impl File {
             tail: None,
             ends: 0,
             sealed: VecDeque::new(),
+            committing: 0,
             flushing: false,
             dirty_since: None,
             quiet_since: Instant::now(),
@@ -321,6 +324,12 @@ impl File {
 
     pub(crate) fn is_dirty(&self) -> bool {
         self.committed < self.number
+    }
+
+    /// Bytes in memory that are not committed, those among them that newer ones lie on.
+    pub(crate) fn waiting(&self) -> u64 {
+        let sealed: u64 = self.sealed.iter().map(|sealed| sealed.len).sum();
+        self.overlay.dirty() + sealed + self.committing
     }
 
     /// Content of this version is what the service has now; older extents go.

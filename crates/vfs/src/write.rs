@@ -15,6 +15,7 @@ use torchfs_proto::extent::{INLINE_MAX, RangeOp, Source};
 use torchfs_proto::msg::meta::lease;
 use torchfs_proto::{Code, Fault, Ino, Result};
 
+use crate::budget::Budget;
 use crate::commit::{PutJob, Sealed, source_of};
 use crate::node::{Changing, File, Inode};
 use crate::open::Handle;
@@ -111,7 +112,7 @@ impl Vfs {
                 return Err(Fault::new(Code::NoSpace, "the data servers have no space for this write")
                     .next("delete something, or add a data server"));
             }
-            let waiting = state.file().overlay.bytes();
+            let waiting = state.file().waiting();
             if waiting > 0 && waiting + len > config.dirty_file_max {
                 return Ok(Buffered::FileFull { all: waiting < config.dirty_file_max / 2 });
             }
@@ -147,16 +148,16 @@ impl Vfs {
                 (file.tail, file.ends) = (Some(offset), committed);
             }
             let first = !file.is_dirty();
-            let before = file.overlay.bytes();
+            let before = file.overlay.dirty();
             file.number += 1;
             file.overlay.write(offset, data.clone(), file.number);
             file.mtime = Some(now());
             file.dirty_since.get_or_insert_with(Instant::now);
             file.quiet_since = Instant::now();
-            self.0.budget.adjust(before, file.overlay.bytes());
             // The kernel wrote into its pages and knows; what is appended goes around them, see below.
             file.told = file.told.max(end);
-            let job = seal_block(file, offset, end, block);
+            let job = seal_block(file, offset, end, block, &self.0.budget);
+            self.0.budget.adjust(before, file.overlay.dirty());
             let sealed: u64 = file.sealed.iter().map(|sealed| sealed.len).sum();
             let many = file.overlay.pieces() >= config.commit_pieces;
             if many {
@@ -231,9 +232,9 @@ impl Vfs {
     pub(crate) fn cut_overlay(&self, node: &Inode, range: std::ops::Range<u64>) {
         let mut state = node.lock();
         let Some(file) = &mut state.file else { return };
-        let before = file.overlay.bytes();
+        let before = file.overlay.dirty();
         file.overlay.cut(range);
-        self.0.budget.adjust(before, file.overlay.bytes());
+        self.0.budget.adjust(before, file.overlay.dirty());
         if file.overlay.bytes() == 0 && file.sealed.is_empty() && !file.flushing {
             file.is_clean();
         }
@@ -244,7 +245,7 @@ impl Vfs {
         {
             let mut state = node.lock();
             let Some(file) = &mut state.file else { return };
-            self.0.budget.adjust(file.overlay.bytes(), 0);
+            self.0.budget.adjust(file.overlay.dirty(), 0);
             file.overlay.clear();
             file.sealed.clear();
             file.is_clean();
@@ -266,7 +267,7 @@ impl File {
 }
 
 /// Seals the run that this write brought to the end of a block, if it is long enough to be worth a block.
-fn seal_block(file: &mut File, offset: u64, end: u64, block: u64) -> Option<PutJob> {
+fn seal_block(file: &mut File, offset: u64, end: u64, block: u64, budget: &Arc<Budget>) -> Option<PutJob> {
     let boundary = end / block * block;
     if boundary <= offset {
         return None;
@@ -277,7 +278,7 @@ fn seal_block(file: &mut File, offset: u64, end: u64, block: u64) -> Option<PutJ
     }
     file.batch += 1;
     let (runs, writes) = file.overlay.seal(start..boundary, file.batch);
-    let (sealed, job) = Sealed::block(file.batch, writes, runs);
+    let (sealed, job) = Sealed::block(budget, file.batch, writes, runs);
     file.sealed.push_back(sealed);
     Some(job)
 }

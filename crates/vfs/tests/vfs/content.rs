@@ -198,6 +198,43 @@ fn scattered_writes_that_a_crash_leaves_are_the_first_ones() {
 }
 
 #[test]
+fn what_is_overwritten_on_its_way_to_slow_servers_keeps_within_the_bounds() {
+    run(|world| async move {
+        const BLOCK: usize = 256 << 10;
+        let config = Config { dirty_max: 4 << 20, dirty_file_max: 2 << 20, ..quick() };
+        let vfs = world.mount_with(config, Arc::new(NoHost)).await;
+        world.hold_servers(true);
+        let (ino, opened) = create(&vfs, "rewritten").await;
+        let rewrite = |i: usize| {
+            let data = vec![1 + i as u8; BLOCK];
+            vfs.write(ino, opened.fh, 0, data.into(), WriteFlags::default()).now_or_never()
+        };
+        let written = (0..100).take_while(|i| rewrite(*i).is_some()).count();
+        assert_eq!(written, (2 << 20) / BLOCK);
+        // What was removed stays in memory too, until its servers have it or failed.
+        let mut files = 0;
+        while files < 100 {
+            let (ino, opened) = create(&vfs, "removed").await;
+            let wrote = vfs.write(ino, opened.fh, 0, vec![1; BLOCK].into(), WriteFlags::default());
+            let wrote = wrote.now_or_never().is_some();
+            vfs.unlink(Ino::ROOT, b"removed").await.unwrap();
+            vfs.release(ino, opened.fh, None).await;
+            if !wrote {
+                break;
+            }
+            files += 1;
+        }
+        assert_eq!(files, (2 << 20) / BLOCK);
+        world.hold_servers(false);
+        write(&vfs, ino, opened.fh, BLOCK as u64, vec![200; 10]).await;
+        close(&vfs, ino, opened.fh).await;
+        let left = content(&vfs, ino).await;
+        assert_eq!((left.len(), left[0], left[BLOCK]), (BLOCK + 10, written as u8, 200));
+        vfs.shutdown().await.unwrap();
+    });
+}
+
+#[test]
 fn holes_are_found_and_data_too() {
     run(|world| async move {
         let vfs = world.mount().await;
