@@ -2,6 +2,7 @@
 
 mod harness;
 
+use std::collections::BTreeSet;
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -645,6 +646,24 @@ async fn what_is_given_back_is_told_in_the_background() {
     meta.release(Ino(6));
     until("the orphan is released", || {
         fake.count(|op| matches!(op, Op::Release { inos } if *inos == [Ino(6)])) == 1
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_release_reaches_the_service_however_many_there_are_and_whatever_it_refuses() {
+    let short = Duration::from_millis(1);
+    let Setup { fake, meta, .. } = with(Transport::Local, |config| config.refused_pause = short).await;
+    fake.set(|state| state.refuse_releases = 3);
+    let orphans: BTreeSet<Ino> = (1_000..4_000).map(Ino).collect();
+    orphans.iter().for_each(|ino| meta.release(*ino));
+    until("all are released", || {
+        let state = fake.state.lock();
+        let told = state.log.iter().filter_map(|(_, _, op)| match op {
+            Op::Release { inos } => Some(inos),
+            _ => None,
+        });
+        told.flatten().copied().collect::<BTreeSet<_>>() == orphans
     })
     .await;
 }

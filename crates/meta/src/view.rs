@@ -54,6 +54,11 @@ impl<'a> View<'a> {
         self.changes.is_empty()
     }
 
+    /// How many records were written or removed.
+    pub fn len(&self) -> usize {
+        self.changes.len()
+    }
+
     /// The batch with everything written here.
     pub fn into_batch(self) -> Batch {
         let wall_ns = self.now.secs.saturating_mul(1_000_000_000).saturating_add(i64::from(self.now.nanos));

@@ -34,6 +34,8 @@ pub struct MetaConfig {
     pub listen: Duration,
     /// How long leases and orphans that are given back are gathered before they are told.
     pub gather: Duration,
+    /// Orphans whose release was refused are told again after this.
+    pub refused_pause: Duration,
     /// How long tasks may take to end when the session is closed.
     pub close_timeout: Duration,
     /// Block ids asked for at a time.
@@ -64,6 +66,7 @@ impl MetaConfig {
             pause: Duration::from_millis(50),
             listen: Duration::from_secs(10),
             gather: Duration::from_millis(20),
+            refused_pause: Duration::from_secs(5),
             close_timeout: Duration::from_secs(10),
             ids_per_grant: 4096,
             ledger_max: 2_048,

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use torchfs_proto::Ino;
-use torchfs_proto::msg::meta::{Done, Event, Op};
+use torchfs_proto::msg::meta::{Done, Event, Op, RELEASE_MAX};
 
 use super::session::{Heard, Shared};
 
-/// Most acknowledgements, leases or orphans told in one request.
+/// Most acknowledgements or leases told in one request.
 const BATCH: usize = 4096;
 
 /// What is to be told to the service in the background. Bounded by what the session knows: each inode is in it once.
@@ -45,7 +45,7 @@ impl Outbox {
     }
 
     fn take_releases(&mut self) -> Vec<Ino> {
-        let count = self.releases.len().min(BATCH);
+        let count = self.releases.len().min(RELEASE_MAX);
         self.releases.drain(..count).collect()
     }
 }
@@ -229,10 +229,14 @@ impl Shared {
             self.returns.notified().await;
             self.sleep_until(Instant::now() + self.config.gather).await;
             while self.return_batch().await {}
+            if !self.state.lock().outbox.releases.is_empty() {
+                self.sleep_until(Instant::now() + self.config.refused_pause).await;
+                self.returns.notify_one();
+            }
         }
     }
 
-    /// Tells one batch of what is given back; says whether there was any.
+    /// Tells one batch of what is given back; says whether there may be more to tell now.
     pub async fn return_batch(self: &Arc<Shared>) -> bool {
         let (era, forgets, releases) = {
             let mut state = self.state.lock();
@@ -250,10 +254,13 @@ impl Shared {
             }
         }
         if !releases.is_empty()
-            && let Err(fault) = self.change(Op::Release { inos: releases }).await
+            && let Err(fault) = self.change(Op::Release { inos: releases.clone() }).await
             && self.ended().is_none()
         {
-            tracing::warn!("released files stay until the session ends: {fault}");
+            // Forgotten here, they would take space until the session ends.
+            tracing::warn!("released files wait: {fault}");
+            self.state.lock().outbox.releases.extend(releases);
+            return false;
         }
         some
     }

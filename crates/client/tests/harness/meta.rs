@@ -8,7 +8,7 @@ use tokio::sync::Notify;
 use torchfs_proto::attr::{Attr, Compression, Kind, Time, VolumeInfo};
 use torchfs_proto::layout::Placement;
 use torchfs_proto::msg;
-use torchfs_proto::msg::meta::{Done, Event, Grant, Heartbeat, Op, Reply, SessionInfo};
+use torchfs_proto::msg::meta::{Done, Event, Grant, Heartbeat, Op, RELEASE_MAX, Reply, SessionInfo};
 use torchfs_proto::{
     BlockId, ClusterId, Code, Fault, Fence, IdRange, Incarnation, Ino, LayoutId, Result, Seq, ServerId,
     SessionId, VolumeId,
@@ -39,6 +39,8 @@ pub struct State {
     pub hold_lookups: bool,
     /// Answers nothing at all.
     pub mute: bool,
+    /// Refuses so many releases.
+    pub refuse_releases: u32,
     /// A Sync makes everything durable.
     pub auto_sync: bool,
     /// Grants for the next answers to lookups.
@@ -76,6 +78,7 @@ impl Default for State {
             held: |_| true,
             hold_lookups: false,
             mute: false,
+            refuse_releases: 0,
             auto_sync: true,
             grants: VecDeque::new(),
             regrants: HashMap::new(),
@@ -231,6 +234,11 @@ impl State {
         let result = match &request.op {
             Op::Make(make) if make.name.as_slice() == b"taken" => {
                 return (Err(Code::Exists.into()), 0);
+            }
+            Op::Release { inos } if inos.len() > RELEASE_MAX => return (Err(Code::TooMany.into()), 0),
+            Op::Release { .. } if self.refuse_releases > 0 => {
+                self.refuse_releases -= 1;
+                return (Err(Code::NoSpace.into()), 0);
             }
             Op::Make(_) => {
                 let ino = request.made.unwrap_or_else(|| {

@@ -1,6 +1,6 @@
 //! release: an inode without a name goes when nobody has it open any more.
 
-use torchfs_proto::msg::meta::Done;
+use torchfs_proto::msg::meta::{Done, RELEASE_MAX};
 use torchfs_proto::record::{self, Answered, Orphan, Xattr};
 use torchfs_proto::{Ino, Result, SessionId, key};
 
@@ -8,8 +8,8 @@ use super::extents::{overlaps_more_than, remove_from};
 use super::{Ctx, Decision};
 use crate::view::View;
 
-/// Inodes in one request.
-pub const RELEASE_MAX: usize = 1_024;
+/// Changes after which a batch takes no more extents in: many files may go at once, and they must fit together.
+const CHANGES_MAX: usize = 8_192;
 
 /// The session has these not open any more. What nobody holds then is removed, at once if it is small.
 pub fn release(view: &mut View<'_>, ctx: &Ctx<'_>, inos: &[Ino]) -> Result<Decision> {
@@ -38,6 +38,7 @@ pub fn leave(
         return Ok(());
     }
     orphan.sessions.retain(|holder| *holder != session);
+    let trim = trim.min(CHANGES_MAX.saturating_sub(view.len()));
     let done = match view.find_inode(ino)? {
         Some(inode) => orphan.sessions.is_empty() && remove_inode(view, ino, &inode, trim)?,
         None => true,

@@ -5,7 +5,7 @@ use torchfs_proto::extent::{RangeOp, Source};
 use torchfs_proto::msg::meta::{Done, Event, Make, Op};
 use torchfs_proto::{Code, Ino};
 
-use crate::content::commit;
+use crate::content::{block, commit, nth, within};
 use crate::world::{World, raw};
 
 fn inodes(world: &World) -> u64 {
@@ -106,5 +106,28 @@ fn a_removed_folder_that_is_open_takes_no_names() {
     assert_eq!(a.try_make(&world, d, "f", Kind::File).unwrap_err().code, Code::NotFound);
     a.call(&world, Op::Release { inos: vec![d] }).unwrap();
     assert_eq!(inodes(&world), 1);
+    assert_eq!(world.problems(), Vec::<String>::new());
+}
+
+#[test]
+fn many_large_files_are_released_in_one_request() {
+    let world = World::new();
+    world.server(1);
+    let mut a = world.client();
+    let mut open = Vec::new();
+    for n in 0..80 {
+        let name = format!("f{n}");
+        let ino = a.file(&world, &name);
+        let (grant, ids) = (a.open_write(&world, ino), a.ids(&world, 500));
+        let blocks = (0..500).map(|n| block(nth(ids, n), 10)).collect();
+        let write = |n| RangeOp::Write { offset: n * 20, len: 10, source: within(nth(ids, n), 0) };
+        a.call(&world, commit(ino, grant, blocks, (0..500).map(write).collect())).unwrap();
+        assert!(a.unlink(&world, Ino::ROOT, &name).unwrap().1, "it is open here");
+        a.watermark = a.seq;
+        open.push(ino);
+    }
+    a.call(&world, Op::Release { inos: open }).unwrap();
+    assert_eq!(inodes(&world), 1);
+    assert_eq!(world.blocks(), []);
     assert_eq!(world.problems(), Vec::<String>::new());
 }

@@ -244,6 +244,8 @@ pub struct Commit {
 pub const COMMIT_RANGES_MAX: usize = 2_000;
 /// Most new blocks in one commit.
 pub const COMMIT_BLOCKS_MAX: usize = 1_024;
+/// Most inodes in one release.
+pub const RELEASE_MAX: usize = 1_024;
 /// Most extents in one answer.
 pub const EXTENTS_MAX: usize = 4_096;
 /// Most entries in one answer.
@@ -538,7 +540,7 @@ pub enum Op {
     /// † Orphans that are not open here any more.
     #[n(39)]
     Release {
-        /// The inodes.
+        /// The inodes, at most [`RELEASE_MAX`].
         #[n(0)]
         inos: Vec<Ino>,
     },
