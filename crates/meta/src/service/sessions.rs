@@ -98,6 +98,8 @@ impl Meta {
                 .next("`torchfs status` lists the volumes"));
         };
         let mut view = self.view(volume);
+        // A full store can be emptied only through a mount.
+        view.frees = true;
         let id = SessionId(state.cluster.next_session.max(1));
         let mut counters = state.cluster.clone();
         counters.next_session = id.0 + 1;

@@ -115,7 +115,7 @@ fn many_large_files_are_released_in_one_request() {
     world.server(1);
     let mut a = world.client();
     let mut open = Vec::new();
-    for n in 0..80 {
+    for n in 0..160 {
         let name = format!("f{n}");
         let ino = a.file(&world, &name);
         let (grant, ids) = (a.open_write(&world, ino), a.ids(&world, 500));

@@ -1,5 +1,6 @@
 //! Sessions: their beginning, their end, and the grace after a restart.
 
+use torchfs_proto::attr::Kind;
 use torchfs_proto::extent::RangeOp;
 use torchfs_proto::msg::meta::{Done, Op, lease};
 use torchfs_proto::{Code, Ino};
@@ -181,4 +182,25 @@ fn who_spoke_while_the_service_stood_still_is_not_taken_for_silent() {
     assert_eq!(a.getattr(&world, f).ino, f, "the session goes on");
     let servers = world.placement().servers;
     assert!(servers.iter().all(|server| server.up), "{servers:?}");
+}
+
+#[test]
+fn a_full_metadata_disk_can_be_mounted_and_emptied() {
+    let world = World::new();
+    let mut a = world.client();
+    for n in 0..10 {
+        a.file(&world, &format!("f{n}"));
+    }
+    a.call(&world, Op::CloseSession).unwrap();
+    let world = world.restart();
+    // The log's segments are all that is left.
+    world.disk.set_capacity((8 << 20) + (64 << 10));
+    let mut b = world.client();
+    assert_eq!(b.try_make(&world, Ino::ROOT, "more", Kind::File).unwrap_err().code, Code::NoSpace);
+    for n in 0..10 {
+        let ino = b.lookup(&world, Ino::ROOT, &format!("f{n}")).unwrap().ino;
+        let name = raw(&format!("f{n}"));
+        b.call(&world, Op::Unlink { parent: Ino::ROOT, name, idle: Some(ino) }).unwrap();
+    }
+    assert_eq!(b.names(&world, Ino::ROOT), Vec::<String>::new());
 }

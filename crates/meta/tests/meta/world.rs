@@ -65,7 +65,7 @@ fn open_engine(disk: &SimDisk, replica: &MemReplica) -> Arc<Embedded> {
     let config = torchfs_engine::Config {
         log: LogConfig { segment_bytes: 4 << 20, segments_min: 2, segments_max: 8 },
         threads: false,
-        reserve_bytes: 0,
+        reserve_bytes: 1 << 20,
         ..torchfs_engine::Config::default()
     };
     Arc::new(Embedded::open_with(Arc::new(disk.clone()), Box::new(replica.clone()), config).unwrap())
