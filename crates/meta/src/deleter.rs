@@ -24,6 +24,9 @@ use crate::service::{Meta, State};
 /// Ids of one purge; a longer range is purged in parts, so that what is kept fits a message.
 const PURGE_IDS: u32 = 8_192;
 
+/// Entries of the queue that one pass looks at.
+const LOOK_MAX: usize = 16_384;
+
 /// How the service reaches data servers.
 pub trait BlockPeers: Send + Sync + 'static {
     /// Has these blocks deleted; answered when that is durable.
@@ -54,8 +57,8 @@ impl Meta {
 
     async fn collect_blocks(&self, volume: VolumeId, peers: &dyn BlockPeers) -> usize {
         let (due, addrs) = {
-            let state = self.state.lock();
-            match self.due_blocks(&state, volume) {
+            let mut state = self.state.lock();
+            match self.due_blocks(&mut state, volume) {
                 Ok(due) => (due, state.members.addresses()),
                 Err(fault) => {
                     tracing::warn!("the queue of dead blocks cannot be read: {fault}");
@@ -111,20 +114,43 @@ impl Meta {
         count
     }
 
-    /// Dead blocks whose time has come and whose death is durable.
-    fn due_blocks(&self, state: &State, volume: VolumeId) -> Result<Vec<Due>> {
+    /// Dead blocks whose time has come, whose death is durable and whose holders are up. Those of a server that is down stay in
+    /// the queue and do not keep others: each pass goes on where the last one ended.
+    fn due_blocks(&self, state: &mut State, volume: VolumeId) -> Result<Vec<Due>> {
+        let now_ms = (self.clock.wall_ns() / 1_000_000).unsigned_abs();
+        let head = key::space(volume, key::Space::DeadBlock);
+        let to = key::dead_block(volume, now_ms + 1, BlockId::default());
+        let from = state.deleted_upto.remove(&volume);
+        let (mut due, mut next) = self.due_between(state, volume, from.as_ref().unwrap_or(&head), &to)?;
+        if due.is_empty() && next.is_none() && from.is_some() {
+            (due, next) = self.due_between(state, volume, &head, &to)?;
+        }
+        state.deleted_upto.extend(next.map(|next| (volume, next)));
+        Ok(due)
+    }
+
+    /// The due ones of a part of the queue, and where to go on if there are more.
+    fn due_between(
+        &self,
+        state: &State,
+        volume: VolumeId,
+        from: &[u8],
+        to: &[u8],
+    ) -> Result<(Vec<Due>, Option<Vec<u8>>)> {
         let view = self.view(volume);
         let durable = self.engine.durable();
-        let now_ms = (self.clock.wall_ns() / 1_000_000).unsigned_abs();
-        let from = key::space(volume, key::Space::DeadBlock);
-        let to = key::dead_block(volume, now_ms + 1, BlockId::default());
-        let mut due = Vec::new();
         let table = &state.members.table;
         // Where groups have left servers that are still to be searched, pieces may be there too. The search takes them for pieces
-        // in flight once nothing here names them.
+        // in flight once nothing here names them. One that is down is searched when it comes back.
         let unsearched: Vec<ServerId> =
-            table.servers.values().filter(|s| s.reconcile).map(|s| s.id).collect();
-        view.scan(&from, &to, false, &mut |at, dead: DeadBlock| {
+            table.servers.values().filter(|s| s.reconcile && table.is_heard(s.id)).map(|s| s.id).collect();
+        let (mut due, mut looked, mut next) = (Vec::new(), 0, None);
+        view.scan(from, to, false, &mut |at, dead: DeadBlock| {
+            if due.len() >= self.config.delete_batch || looked >= LOOK_MAX {
+                next = Some(at.to_vec());
+                return ControlFlow::Break(());
+            }
+            looked += 1;
             if dead.born > durable {
                 return ControlFlow::Continue(());
             }
@@ -136,14 +162,13 @@ impl Meta {
                 holders.dedup();
                 // Servers that are out are searched for what is left on them when they come back.
                 holders.retain(|id| table.servers.get(id).is_some_and(|s| s.state != ServerState::Out));
-                due.push(Due { at: at.to_vec(), id, holders });
+                if holders.iter().all(|id| table.is_heard(*id)) {
+                    due.push(Due { at: at.to_vec(), id, holders });
+                }
             }
-            match due.len() >= self.config.delete_batch {
-                true => ControlFlow::Break(()),
-                false => ControlFlow::Continue(()),
-            }
+            ControlFlow::Continue(())
         })?;
-        Ok(due)
+        Ok((due, next))
     }
 
     /// Purges one dead range; it goes when every server there is has answered.

@@ -410,7 +410,7 @@ impl Table {
     }
 
     /// Whether the server is there, as far as its heartbeats tell.
-    fn is_heard(&self, id: ServerId) -> bool {
+    pub fn is_heard(&self, id: ServerId) -> bool {
         self.servers.get(&id).is_some_and(|server| server.state < ServerState::Down)
     }
 

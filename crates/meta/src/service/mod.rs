@@ -83,6 +83,8 @@ pub(crate) struct State {
     /// The lead was in doubt at the last tick: nobody could be heard meanwhile.
     pub deaf: bool,
     pub deleted: u64,
+    /// Where the deleter goes on in the queue of each volume.
+    pub deleted_upto: BTreeMap<VolumeId, Vec<u8>>,
     pub check: Option<crate::check::Run>,
     pub dumps: crate::dumps::Dumps,
     pub stopped: bool,

@@ -91,6 +91,7 @@ impl Meta {
             ticked: None,
             deaf: false,
             deleted: 0,
+            deleted_upto: BTreeMap::new(),
             check: None,
             dumps,
             stopped: false,

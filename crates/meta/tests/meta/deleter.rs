@@ -1,6 +1,7 @@
 //! What the deleter and the searches tell data servers to remove, and when.
 
 use torchfs_meta::Config;
+use torchfs_proto::layout::Scheme;
 use torchfs_proto::msg::meta::{Done, Op};
 use torchfs_proto::{BlockId, Ino};
 
@@ -78,4 +79,28 @@ fn a_purge_leaves_blocks_to_the_queue_that_waits_for_their_readers() {
     assert_eq!(collect(&world, &servers), 1);
     assert!(!servers.has(1, (block, 0)));
     assert_eq!(waiting(&world), 0);
+}
+
+#[test]
+fn a_server_that_is_down_keeps_only_its_own_blocks_from_being_deleted() {
+    let one = Some(Scheme::Replicas(1));
+    let world = World::with(Config { delete_batch: 4, groups: 12, redundancy: one, ..impatient() });
+    let servers = Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 60, 100);
+    let held = |server| servers.count(server);
+    let before = held(1);
+    assert!(before > 4 && held(2) > 4 && held(3) > 4, "more than one call takes");
+    // One goes down while nothing is due yet; then everything is deleted.
+    servers.kill(1);
+    servers.advance_ms(&world, 15_000);
+    writer.empty(&world);
+    servers.advance_ms(&world, 15_000);
+    world.collect(&servers);
+    assert_eq!((held(1), held(2), held(3)), (before, 0, 0));
+    assert_eq!(waiting(&world), before as u64);
+    servers.revive(1);
+    servers.beat(&world, 1, "");
+    world.collect(&servers);
+    assert_eq!((held(1), waiting(&world)), (0, 0));
 }
