@@ -49,9 +49,9 @@ pub fn stop_signal() -> anyhow::Result<impl Future<Output = ()>> {
     })
 }
 
-/// Makes a folder, or says why it cannot.
+/// Makes a folder that only its owner may read, or says why it cannot.
 pub fn make_dir(dir: &Path) -> anyhow::Result<()> {
-    std::fs::create_dir_all(dir).with_context(|| {
+    torchfs_disk::make_dir_durably(dir).with_context(|| {
         format!("cannot make the folder {}; choose another --dir, or make it writable", dir.display())
     })
 }

@@ -11,5 +11,5 @@
 mod local;
 mod sim;
 
-pub use local::LocalDisk;
+pub use local::{LocalDisk, create_private, make_dir_durably};
 pub use sim::{Op, SimDisk};

@@ -6,17 +6,18 @@
 //! # Invariants
 //! - `sync` is fdatasync: the bytes and the length are durable, the name is not; `sync_names` makes names durable.
 //! - Names are flat: a name with a slash never reaches the kernel.
+//! - What is made here only its owner may read: folders are made with mode 0700, files with 0600.
 //! - The lock is held while the disk or any clone of its `Arc` lives; the kernel drops it when the process dies.
 
 #![allow(unsafe_code)]
 
 use std::ffi::CString;
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -24,6 +25,10 @@ use torchfs_proto::disk::{Advice, Disk, DiskFile, Space};
 
 /// The name of the lock file; it is not part of [`Disk::list`].
 const LOCK: &str = "LOCK";
+
+/// Files hold what others wrote or named; rights are checked above, so nobody may go around that.
+const FILE_MODE: u32 = 0o600;
+const FOLDER_MODE: u32 = 0o700;
 
 /// One folder of the machine.
 #[derive(Debug)]
@@ -56,6 +61,7 @@ impl LocalDisk {
             .write(true)
             .create(true)
             .truncate(false)
+            .mode(FILE_MODE)
             .open(&path)
             .map_err(|e| named(&path, "cannot open the lock file", e))?;
         match lock.try_lock() {
@@ -108,6 +114,7 @@ impl Disk for LocalDisk {
             .read(true)
             .write(true)
             .create_new(true)
+            .mode(FILE_MODE)
             .open(&path)
             .map_err(|e| named(&path, "cannot create", e))?;
         Ok(Arc::new(LocalFile { file, direct: OnceLock::new() }))
@@ -404,8 +411,9 @@ fn offset(n: u64) -> io::Result<libc::off_t> {
     libc::off_t::try_from(n).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))
 }
 
-/// Makes the folder and its missing parents, each durable in the folder above it.
-fn make_dir_durably(dir: &Path) -> io::Result<()> {
+/// Makes the folder and its missing parents for their owner alone, each durable in the folder above it. A folder that is
+/// there keeps its mode.
+pub fn make_dir_durably(dir: &Path) -> io::Result<()> {
     if dir.is_dir() {
         return Ok(());
     }
@@ -414,11 +422,21 @@ fn make_dir_durably(dir: &Path) -> io::Result<()> {
         _ => Path::new("."),
     };
     make_dir_durably(parent)?;
-    match fs::create_dir(dir) {
+    match DirBuilder::new().mode(FOLDER_MODE).create(dir) {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists && dir.is_dir() => {}
         other => other?,
     }
     File::open(parent)?.sync_all()
+}
+
+/// Makes a file that only its owner may read, in place of one that may be there. A link is replaced, not followed: in a
+/// folder that others may write to it could lead anywhere.
+pub fn create_private(path: &Path) -> io::Result<File> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    OpenOptions::new().read(true).write(true).create_new(true).mode(FILE_MODE).open(path)
 }
 
 /// The same error, naming the file; the errno stays readable through its kind.
@@ -429,7 +447,27 @@ fn named(path: &Path, what: &str, error: io::Error) -> io::Error {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
+
+    #[test]
+    fn only_the_owner_may_read_what_is_made() {
+        let dir = tempfile::tempdir().unwrap();
+        let (made, kept) = (dir.path().join("a/b"), dir.path().join("kept"));
+        fs::create_dir(&kept).unwrap();
+        fs::set_permissions(&kept, fs::Permissions::from_mode(0o755)).unwrap();
+        for folder in [&made, &kept] {
+            LocalDisk::open_locked(folder).unwrap().create("x").unwrap();
+        }
+        create_private(&made.join("y")).unwrap();
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        for file in [made.join("x"), made.join("y"), made.join(LOCK), kept.join("x"), kept.join(LOCK)] {
+            assert_eq!(mode(&file), 0o600, "{}", file.display());
+        }
+        assert_eq!((mode(&dir.path().join("a")), mode(&made)), (0o700, 0o700));
+        assert_eq!(mode(&kept), 0o755, "a folder of the user's own stays as it is");
+    }
 
     #[test]
     fn files_keep_what_was_written_in_parts() {

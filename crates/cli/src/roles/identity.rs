@@ -146,7 +146,7 @@ impl Identity {
             return Ok(());
         }
         let write = || -> io::Result<()> {
-            let mut file = File::create(&fresh)?;
+            let mut file = torchfs_disk::create_private(&fresh)?;
             file.write_all(text.as_bytes())?;
             file.sync_all()?;
             fs::rename(&fresh, &path)?;
@@ -187,7 +187,7 @@ fn recognise(
                     path.display()
                 )));
             }
-            if let Err(error) = fs::create_dir_all(&path) {
+            if let Err(error) = torchfs_disk::make_dir_durably(&path) {
                 return Ok(lost(format!("cannot make {}: {error}", path.display())));
             }
             Ok(Known { id: draw(), path, apart, lost: None })

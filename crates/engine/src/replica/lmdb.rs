@@ -58,7 +58,8 @@ impl Lmdb {
     /// Opens the LMDB in this folder, making it if it is missing. The caller holds a lock that keeps other processes out.
     pub fn open(dir: &Path, config: &LmdbConfig) -> Result<Lmdb> {
         let failed = |e: heed::Error| replica_error("open", e);
-        std::fs::create_dir_all(dir).map_err(Error::io(format!("cannot make {}", dir.display())))?;
+        // LMDB gives its files the usual mode; its folder keeps others out.
+        torchfs_disk::make_dir_durably(dir).map_err(Error::io(format!("cannot make {}", dir.display())))?;
         let map_bytes = usize::try_from(config.map_bytes).unwrap_or(usize::MAX) / 4096 * 4096;
         let mut options = EnvOpenOptions::new().read_txn_without_tls();
         options.map_size(map_bytes).max_dbs(2).max_readers(config.readers_max);

@@ -24,7 +24,7 @@ use crate::{print, roles};
 ///   torchfs meta dump /backup/meta.dump
 #[derive(clap::Args)]
 pub struct Args {
-    /// The file to write; one of that name is replaced when the new one is complete
+    /// The file to write, readable by its owner alone; one of that name is replaced when the new one is complete
     #[arg(value_name = "FILE")]
     file: PathBuf,
 
@@ -43,14 +43,15 @@ pub struct Args {
 /// Writes beside the file, checks, and renames.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let started = Instant::now();
-    let mut part = args.file.as_os_str().to_owned();
+    let target = find_target(&args.file)?;
+    let mut part = target.as_os_str().to_owned();
     part.push(".part");
     let part = PathBuf::from(part);
     let made = match &args.dir {
         Some(dir) => dump_folder(dir, &part, args.json),
         None => dump_service(&args, &part),
     };
-    let done = made.and_then(|()| complete(&part, &args.file, args.json));
+    let done = made.and_then(|()| complete(&part, &target, args.json));
     let (header, trailer, bytes) = match done {
         Ok(done) => done,
         Err(error) => {
@@ -82,6 +83,38 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         );
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The file that is to be replaced: links are followed, and what is no plain file is refused, since a rename would put a
+/// file in the place of a device.
+fn find_target(file: &Path) -> anyhow::Result<PathBuf> {
+    const LINKS_MAX: usize = 40;
+    if file == Path::new("-") {
+        bail!(
+            "a dump is read back and checked before it counts, which cannot be done on a pipe; give the name of a file"
+        );
+    }
+    let mut target = file.to_path_buf();
+    for _ in 0..LINKS_MAX {
+        let Ok(next) = std::fs::read_link(&target) else { break };
+        target = target.parent().unwrap_or(Path::new("")).join(next);
+    }
+    match std::fs::symlink_metadata(&target) {
+        Ok(found) if found.is_dir() => {
+            bail!(
+                "{} is a folder; give the name of a file in it: {}/meta.dump",
+                file.display(),
+                file.display()
+            )
+        }
+        Ok(found) if !found.is_file() => {
+            bail!(
+                "{} is not a plain file, and a dump would take its place; give the name of a file",
+                file.display()
+            )
+        }
+        _ => Ok(target),
+    }
 }
 
 /// Fetches a dump from the running service.
@@ -124,7 +157,8 @@ fn dump_folder(dir: &Path, part: &Path, quiet: bool) -> anyhow::Result<()> {
 }
 
 fn create(path: &Path) -> anyhow::Result<File> {
-    File::create(path).with_context(|| format!("cannot write {}; choose another file", path.display()))
+    torchfs_disk::create_private(path)
+        .with_context(|| format!("cannot write {}; choose another file", path.display()))
 }
 
 /// Reads back what was written, and gives it its name when it is durable and right.
@@ -143,4 +177,27 @@ fn complete(part: &Path, file: &Path, quiet: bool) -> anyhow::Result<(Header, Tr
     };
     named().with_context(|| format!("cannot name {}", file.display()))?;
     Ok((header, trailer, bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dump_replaces_files_and_what_links_lead_to_and_nothing_else() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| dir.path().join(name);
+        std::fs::write(at("file"), "").expect("written");
+        for (link, to) in [("one", "file"), ("two", "one"), ("open", "not-yet"), ("device", "/dev/null")] {
+            std::os::unix::fs::symlink(to, at(link)).expect("linked");
+        }
+        std::os::unix::fs::symlink("round", at("round")).expect("linked");
+        for (name, target) in [("file", "file"), ("two", "file"), ("open", "not-yet"), ("fresh", "fresh")] {
+            assert_eq!(find_target(&at(name)).expect("a file"), at(target));
+        }
+        for refused in [at("device"), at("round"), at(""), "/dev/full".into(), "-".into()] {
+            let words = find_target(&refused).expect_err("no file").to_string();
+            assert!(words.contains("give the name of a file"), "{words}");
+        }
+    }
 }

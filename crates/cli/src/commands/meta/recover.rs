@@ -187,7 +187,8 @@ async fn fetch(
     file: &Path,
     quiet: bool,
 ) -> anyhow::Result<()> {
-    let mut out = File::create(file).with_context(|| format!("cannot write {}", file.display()))?;
+    let mut out =
+        torchfs_disk::create_private(file).with_context(|| format!("cannot write {}", file.display()))?;
     let bar = print::progress("fetching", len, quiet);
     let mut offset = 0;
     loop {
