@@ -26,6 +26,8 @@ pub struct Config {
     pub out_after_ms: u32,
     /// How often the placement is looked at: groups that should move.
     pub reshape_ms: u32,
+    /// A layout that nothing uses is kept for so long if sessions may still commit blocks under it.
+    pub layout_keep_ms: u32,
     /// Groups that move at once to even out the servers.
     pub rebalance_groups: usize,
     /// Bytes per second that repair, moves and scrub take on each server; 0: no bound. Administrators may change it.
@@ -107,6 +109,7 @@ impl Default for Config {
             server_timeout_ms: 10_000,
             out_after_ms: 600_000,
             reshape_ms: 1_000,
+            layout_keep_ms: 600_000,
             rebalance_groups: 8,
             repair_rate: 128 << 20,
             repair_blocks: 1_024,

@@ -14,7 +14,7 @@
 //! - Who was down when the service started stays down until it is heard; who was up counts as up until it is silent for too long
 //!   from then on, so a start raises no alarm.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use torchfs_proto::attr::Time;
@@ -285,6 +285,7 @@ impl Members {
         &self,
         suspect: Duration,
         to_repair: &BTreeMap<ServerId, u64>,
+        idle: &BTreeSet<LayoutId>,
         now: Instant,
     ) -> Vec<ServerInfo> {
         let info = |server: &record::Server| {
@@ -296,6 +297,7 @@ impl Members {
                     info.state = ServerState::Suspected;
                 }
             }
+            info.groups = self.table.places(server.id, idle);
             info.to_repair = to_repair.get(&server.id).copied().unwrap_or(0);
             info
         };
@@ -319,7 +321,7 @@ impl Members {
             zone: server.zone.clone(),
             state: server.state,
             draining: server.draining,
-            groups: self.table.places(server.id),
+            groups: self.table.places(server.id, &BTreeSet::new()),
             ..ServerInfo::default()
         }
     }

@@ -79,6 +79,9 @@ impl Table {
                 view.put(key::layout(*id), &LayoutRecord { born: view.born, layout: layout.clone() });
             }
         }
+        for id in before.layouts.keys().filter(|id| !self.layouts.contains_key(id)) {
+            view.delete(key::layout(*id));
+        }
         if self.shown() != before.shown() {
             self.version = before.version + 1;
             counters.placement = self.version;
@@ -331,23 +334,31 @@ impl Table {
         Some(((layout.id, number as u32), layout, layout.groups.get(number)?))
     }
 
-    /// Places in groups that name the server.
-    pub fn places(&self, server: ServerId) -> u32 {
+    /// All groups but those of layouts that nothing uses.
+    pub fn needed_groups<'a>(
+        &'a self,
+        idle: &'a BTreeSet<LayoutId>,
+    ) -> impl Iterator<Item = (GroupAt, &'a Layout, &'a Group)> {
+        self.groups().filter(|(at, _, _)| !idle.contains(&at.0))
+    }
+
+    /// Places in groups that name the server, but for layouts that nothing uses.
+    pub fn places(&self, server: ServerId, idle: &BTreeSet<LayoutId>) -> u32 {
         let count = |group: &Group| {
             let named = group.servers.iter().chain(&group.moving_to).filter(|id| **id == server).count();
             named + group.former.iter().filter(|(_, id)| *id == server).count()
         };
-        self.groups().map(|(_, _, group)| count(group)).sum::<usize>() as u32
+        self.needed_groups(idle).map(|(_, _, group)| count(group)).sum::<usize>() as u32
     }
 
     /// Those of the server's places that no other server can take: too few are left for the group's width.
-    pub fn stuck(&self, server: ServerId) -> u32 {
+    pub fn stuck(&self, server: ServerId, idle: &BTreeSet<LayoutId>) -> u32 {
         let open = self.candidates();
         let stays = |group: &&Group| {
             let free = open.iter().any(|candidate| !group.target().contains(&candidate.id));
             group.target().contains(&server) && !free
         };
-        self.groups().map(|(_, _, group)| group).filter(stays).count() as u32
+        self.needed_groups(idle).map(|(_, _, group)| group).filter(stays).count() as u32
     }
 
     /// Where the pieces of a new block are, relative to its group's target of now: what differs, and the group if

@@ -15,6 +15,7 @@
 //! # Not here
 //! Which servers a group should be on: `placement.rs`, `table.rs`. Copying and rebuilding: `block`.
 
+mod layouts;
 mod pass;
 mod scrub;
 mod stale;
@@ -114,6 +115,8 @@ pub(crate) struct Repairs {
     pub balance_now: bool,
     /// Rises whenever a server comes or goes.
     pub changes: u64,
+    /// Layouts that nothing uses.
+    pub layouts: layouts::Layouts,
     pass: Option<pass::Pass>,
     waits: HashMap<GroupAt, Wait>,
     bad: VecDeque<BadPiece>,
@@ -158,10 +161,11 @@ impl Meta {
         if !self.engine.leads() || self.clock.now() < self.state.lock().members.began() + asked_before {
             return false;
         }
+        let walked = self.layouts_step();
         if self.heal_reported(peers).await || self.pass_step(peers).await {
             return true;
         }
-        self.stale_step(peers).await
+        self.stale_step(peers).await || walked
     }
 
     /// How repair, moves and scrub go on.
@@ -181,7 +185,8 @@ impl Meta {
             dropped: repairs.dropped,
             ..RepairReport::default()
         };
-        for (_, layout, group) in table.groups() {
+        let idle = repairs.layouts.idle();
+        for (_, layout, group) in table.needed_groups(&idle) {
             report.groups += 1;
             report.dirty += u32::from(group.dirty);
             report.moving += u32::from(!group.moving_to.is_empty());
@@ -195,14 +200,15 @@ impl Meta {
         if let Some(pass) = &repairs.pass {
             (report.pass_done, report.pass_total) = pass.progress();
         }
-        let placement = state.members.placement();
-        let draining = placement.servers.iter().filter(|server| server.draining);
+        let servers = state.members.servers();
+        let draining = servers.iter().filter(|server| server.draining);
         report.drains = draining
             .map(|server| DrainReport {
                 server: server.id,
-                groups: server.groups,
+                groups: table.places(server.id, &idle),
                 pieces: server.pieces,
-                stuck: table.stuck(server.id),
+                // What nobody uses is in nobody's way; while that is looked for nobody knows.
+                stuck: if repairs.layouts.is_looking() { 0 } else { table.stuck(server.id, &idle) },
                 moved: repairs.moved.get(&server.id).copied(),
             })
             .collect();

@@ -120,7 +120,8 @@ impl Meta {
         }
         let stats = self.engine.stats();
         let suspect = Duration::from_millis(u64::from(self.config.server_suspect_ms));
-        let servers = state.members.report(suspect, &state.repairs.missing, now);
+        let idle = state.repairs.layouts.idle();
+        let servers = state.members.report(suspect, &state.repairs.missing, &idle, now);
         let repair = self.repair_report(state, now);
         let mut warnings = Vec::new();
         match servers.len() {

@@ -3,13 +3,14 @@
 //! # Invariants
 //! - Every change of the table is one batch, and memory follows when that is ordered.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use torchfs_proto::attr::Time;
 use torchfs_proto::layout::{Group, ServerState};
 use torchfs_proto::msg::meta::{BAD_MAX, BadPiece, Done, Heartbeat, Op, SessionTop};
 use torchfs_proto::record::ClusterCounters;
-use torchfs_proto::{Code, Fault, Result, ServerId, SessionId, key};
+use torchfs_proto::{Code, Fault, LayoutId, Result, ServerId, SessionId, key};
 
 use super::{Chore, Meta, State};
 use crate::members::Members;
@@ -37,6 +38,9 @@ impl Meta {
             seq = self.order(state, view, now)?;
             state.cluster = counters;
         }
+        if table.layouts.keys().next_back() > state.members.table.layouts.keys().next_back() {
+            state.repairs.layouts.look(); // a new one may have replaced an old one
+        }
         state.members.take(table, seq);
         Ok(result)
     }
@@ -57,6 +61,10 @@ impl Meta {
                     Ok(())
                 })?;
                 state.repairs.changed();
+                let idle = state.repairs.layouts.idle();
+                if *on && state.members.table.stuck(*server, &idle) > 0 {
+                    state.repairs.layouts.look();
+                }
                 Done::Repair(self.repair_report(state, now))
             }
             Op::RemoveServer { server, force } => {
@@ -158,9 +166,10 @@ impl Meta {
     fn remove_server(&self, state: &mut State, server: ServerId, force: bool, now: Instant) -> Result<()> {
         let table = &state.members.table;
         let record = table.servers.get(&server).ok_or_else(|| unknown(server))?;
-        let places = table.places(server);
+        let idle = state.repairs.layouts.idle();
+        let places = table.places(server, &idle);
         // Substitutes are in groups that are dirty; once all are clean, the groups name every holder.
-        let dirty = table.groups().filter(|(_, _, group)| group.dirty).count();
+        let dirty = table.needed_groups(&idle).filter(|(_, _, group)| group.dirty).count();
         if !force && (places > 0 || dirty > 0) {
             let what = match places {
                 0 => format!("{dirty} groups are being repaired and may need data server {server}"),
@@ -173,6 +182,13 @@ impl Meta {
             return Err(Fault::new(Code::Busy, format!("data server {server} is up and not drained"))
                 .next(format!("run `torchfs drain {server}` first, or give --force")));
         }
+        // Layouts that nothing uses and that could not do without it go now, whatever a session may still have under way.
+        let bound: BTreeSet<LayoutId> = table
+            .groups()
+            .filter(|(at, _, group)| idle.contains(&at.0) && group.target().contains(&server))
+            .map(|(at, _, _)| at.0)
+            .collect();
+        self.drop_layouts(state, bound, now)?;
         self.edit_members(state, now, |table, counters| {
             table.mark_server_dirty(server);
             // Its process may live on and speak.

@@ -590,6 +590,7 @@ impl Meta {
         if let Some(run) = &mut state.check {
             run.touch(&batch);
         }
+        state.repairs.layouts.touch(&batch, &state.members.table);
         let taped = state.dumps.tapes.copy(&batch);
         let seq = self.engine.order(batch)?;
         if let Some(changes) = taped {

@@ -152,6 +152,9 @@ impl Meta {
         state.members.take(table, seq);
         state.members.placed = seq; // the volume's policies are told with the placement
         state.cluster = counters;
+        if !volume.removed {
+            state.repairs.layouts.look(); // the policy before may have been the last of its kind
+        }
         state.volumes.insert(volume.id, volume);
         Ok(())
     }
@@ -162,7 +165,7 @@ impl Meta {
     }
 
     /// What all volumes ask of their layouts.
-    pub(super) fn policies(&self, state: &State) -> Vec<(Option<Scheme>, u32)> {
+    pub(crate) fn policies(&self, state: &State) -> Vec<(Option<Scheme>, u32)> {
         state.volumes.values().filter(|volume| !volume.removed).map(|volume| self.policy_of(volume)).collect()
     }
 
@@ -243,6 +246,7 @@ impl Meta {
         })?;
         let dead = blocks.len() as u64;
         for (at, block) in blocks {
+            state.repairs.layouts.left_by_removed(block.layout);
             if let Some(block_id) = key::Parts::of(&at).and_then(|parts| parts.block_at(0)) {
                 let gone =
                     DeadBlock { born: view.born, layout: block.layout, substitutes: block.substitutes };
@@ -280,7 +284,12 @@ impl Meta {
         view.delete(key::counters(id));
         view.delete(key::volume(id));
         self.order(state, view, now)?;
-        state.volumes.remove(&id);
+        if let Some(volume) = state.volumes.remove(&id) {
+            let (asked, stripe) = self.policy_of(&volume);
+            let own = state.members.table.layout_for(asked, stripe).map(|layout| layout.id);
+            own.into_iter().for_each(|layout| state.repairs.layouts.left_by_removed(layout));
+        }
+        state.repairs.layouts.look();
         tracing::info!(volume = id.0, "a removed volume is gone");
         Ok(false)
     }

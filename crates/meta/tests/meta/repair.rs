@@ -2,11 +2,11 @@
 
 use torchfs_meta::Config;
 use torchfs_proto::layout::{DiskInfo, Scheme, ServerState};
-use torchfs_proto::msg::meta::{BadPiece, Done, Heartbeat, Op};
+use torchfs_proto::msg::meta::{BadPiece, Done, Heartbeat, Op, OpenSession, VolumeOp, VolumePolicy};
 use torchfs_proto::{BlockId, Code};
 
 use crate::servers::{Servers, Writer, addr};
-use crate::world::World;
+use crate::world::{Client, World};
 
 /// Large enough to be erasure coded.
 const BIG: u32 = 1 << 20;
@@ -734,8 +734,97 @@ fn a_server_that_cannot_be_emptied_is_told_so() {
     assert_eq!(world.repair_report().drains[0].stuck, 0);
     servers.settle(&world);
     world.admin(Op::Drain { server: world.server_id(2), on: true });
+    servers.settle(&world);
     let report = world.repair_report();
     let of = |server| report.drains.iter().find(|d| d.server == world.server_id(server)).unwrap();
     assert_eq!((of(1).groups, of(1).stuck), (0, 0));
     assert!(of(2).stuck > 0 && of(2).stuck <= of(2).groups, "{report:?}");
+}
+
+/// Repairs and collects until nothing is left to do.
+fn collect(world: &World, servers: &Servers) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    for _ in 0..4 {
+        world.meta.run_chores(64);
+        world.sync();
+        servers.advance_ms(world, 8_000);
+        while runtime.block_on(world.meta.collect(servers)) > 0 {}
+    }
+    servers.settle(world);
+}
+
+fn volume(world: &World, op: VolumeOp) {
+    world.admin(Op::Volume(op));
+}
+
+fn wants(scheme: &str) -> VolumePolicy {
+    VolumePolicy { scheme: Some(scheme.parse().unwrap()), ..VolumePolicy::default() }
+}
+
+#[test]
+fn the_groups_of_a_removed_volume_hold_up_no_drain() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 4);
+    let _mount = Writer::new(&world, "f"); // of another volume
+    volume(&world, VolumeOp::Create { name: "wide".into(), policy: wants("replicas:4") });
+    let who = OpenSession { volume: "wide".into(), ..OpenSession::default() };
+    let Done::Session(info) = world.admin(Op::OpenSession(who)) else { panic!() };
+    let mut client = Client { id: info.session, epoch: info.epoch, seq: 0, watermark: 0 };
+    let ino = client.file(&world, "f");
+    let grant = client.open_write(&world, ino);
+    let ids = client.ids(&world, 1);
+    let block = servers.put_block(&world.placement(), info.volume.layout, ids.first, BIG);
+    crate::content::commit_block(&world, &mut client, ino, grant, block);
+    client.call(&world, Op::CloseSession).unwrap();
+    let one = world.server_id(1);
+    world.admin(Op::Drain { server: one, on: true });
+    servers.settle(&world);
+    assert_eq!(world.repair_report().drains[0].stuck, 12, "they hold a block");
+    let before = world.placement().layouts.len();
+    volume(&world, VolumeOp::Remove { name: "wide".into(), force: true });
+    collect(&world, &servers);
+    assert_eq!(world.placement().layouts.len(), before - 1, "the layout is dropped");
+    let drain = world.repair_report().drains[0];
+    assert_eq!((drain.groups, drain.stuck), (0, 0));
+    world.admin(Op::RemoveServer { server: one, force: false });
+    clean(&world, &servers);
+    let world = world.restart();
+    assert_eq!(world.placement().layouts.len(), before - 1, "also after a restart");
+    assert!(world.problems().is_empty());
+}
+
+#[test]
+fn a_layout_that_nothing_uses_stays_while_a_session_may_commit_to_it() {
+    let world = world("replicas:3");
+    let servers = Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    let old = world.placement().layouts[0].id;
+    volume(&world, VolumeOp::Set { name: "main".into(), policy: wants("replicas:2") });
+    let one = world.server_id(1);
+    world.admin(Op::Drain { server: one, on: true });
+    servers.settle(&world);
+    let drain = world.repair_report().drains[0];
+    assert_eq!((drain.groups, drain.stuck), (0, 0), "it is in nobody's way");
+    assert!(world.placement().layout(old).is_some(), "a block may be under way");
+    world.admin(Op::Drain { server: one, on: false });
+    // It is: the layout is in use again, whatever time passes.
+    let block = servers.put_block(&world.placement(), old, writer.id(), BIG);
+    writer.commit(&world, block).unwrap();
+    assert_eq!(world.blocks()[0].layout, old);
+    servers.advance_ms(&world, 700_000);
+    servers.settle(&world);
+    clean(&world, &servers);
+    // A file that goes leaves it unused; then only time or the session's end lets it go.
+    writer.client.unlink(&world, torchfs_proto::Ino::ROOT, "f").unwrap();
+    writer.client.call(&world, Op::CloseSession).unwrap();
+    let _later = world.client();
+    collect(&world, &servers);
+    volume(&world, VolumeOp::Set { name: "main".into(), policy: wants("replicas:2") });
+    servers.settle(&world);
+    servers.settle(&world);
+    assert!(world.placement().layout(old).is_some(), "a session is there that was there before");
+    servers.advance_ms(&world, 700_000);
+    servers.settle(&world);
+    assert_eq!(world.placement().layout(old), None);
+    clean(&world, &servers);
 }
