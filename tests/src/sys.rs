@@ -77,6 +77,28 @@ fn range_lock(file: &File, command: i32, kind: i32, start: u64, len: u64) -> io:
     check(unsafe { libc::fcntl(file.as_raw_fd(), command, &raw const lock) }.into()).map(drop)
 }
 
+/// Lets a signal interrupt calls of this process and do nothing else.
+pub fn only_interrupts(signal: i32) {
+    extern "C" fn nothing(_: libc::c_int) {}
+    // SAFETY: sigaction is plain data for which zero is a valid value: an empty mask, and no SA_RESTART.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = nothing as extern "C" fn(libc::c_int) as usize;
+    // SAFETY: the handler touches nothing, and the pointer is to a live sigaction.
+    assert_eq!(unsafe { libc::sigaction(signal, &raw const action, std::ptr::null_mut()) }, 0);
+}
+
+/// The calling thread, for [`signal_thread`].
+pub fn this_thread() -> libc::pthread_t {
+    // SAFETY: it has no conditions.
+    unsafe { libc::pthread_self() }
+}
+
+/// Sends a signal to a thread of this process that was not joined yet.
+pub fn signal_thread(thread: libc::pthread_t, signal: i32) {
+    // SAFETY: the caller promises that the thread was not joined.
+    unsafe { libc::pthread_kill(thread, signal) };
+}
+
 /// `renameat2(2)` with flags such as RENAME_NOREPLACE and RENAME_EXCHANGE.
 pub fn rename2(from: &Path, to: &Path, flags: u32) -> io::Result<()> {
     let (from, to) = (c(from), c(to));

@@ -24,11 +24,12 @@ use parking_lot::{Mutex, MutexGuard};
 use torchfs_client::{Mark, Meta};
 use torchfs_proto::attr::{Attr, Raw, Time};
 use torchfs_proto::extent::{INLINE_MAX, RangeOp};
-use torchfs_proto::msg::meta::{LockKind, lease};
+use torchfs_proto::msg::meta::lease;
 use torchfs_proto::{Fault, Ino, Result};
 
 use crate::commit::Sealed;
 use crate::extents::Extents;
+use crate::locks::Locks;
 use crate::overlay::{Batch, Number, Overlay};
 use crate::signal::Signal;
 use crate::{Node, Vfs};
@@ -39,7 +40,7 @@ pub(crate) struct Inode {
     state: Mutex<State>,
     /// Whose turn it is to change the content at the service.
     pub(crate) turn: futures_util::lock::Mutex<()>,
-    /// Given when a put or a commit of this file ended.
+    /// Given when a put or a commit of this file ended, or what was done to its locks.
     pub(crate) progress: Signal,
 }
 
@@ -73,8 +74,8 @@ pub(crate) struct State {
     pub(crate) recalling: u32,
     /// The last change of this inode made here.
     pub(crate) mark: Mark,
-    /// Owners of locks taken here.
-    pub(crate) locks: Vec<(LockKind, u64)>,
+    /// Locks asked for here.
+    pub(crate) locks: Locks,
 }
 
 /// The number of recalls when something was asked.
@@ -167,7 +168,7 @@ impl Inode {
                 file: None,
                 orphan: false,
                 mark: Mark::default(),
-                locks: Vec::new(),
+                locks: Locks::default(),
             }),
             turn: futures_util::lock::Mutex::new(()),
             progress: Signal::default(),

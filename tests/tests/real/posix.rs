@@ -456,6 +456,55 @@ fn locks_conflict_and_are_handed_on() {
     });
 }
 
+/// Waits for a lock that is not to be had until a signal ends the wait.
+fn wait_interrupted(file: &File, start: u64, len: u64) {
+    let (tell, told) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(move || {
+            tell.send(sys::this_thread()).unwrap();
+            sys::ofd_lock(file, libc::F_WRLCK, start, len, true)
+        });
+        let thread = told.recv().unwrap();
+        // The first may come before it waits.
+        while !waiting.is_finished() {
+            std::thread::sleep(Duration::from_millis(5));
+            sys::signal_thread(thread, libc::SIGUSR2);
+        }
+        assert_eq!(errno(waiting.join().unwrap()), libc::EINTR);
+    });
+}
+
+#[test]
+fn an_interrupted_wait_for_a_lock_leaves_the_others_alone() {
+    let ground = Ground::new();
+    fs::write(ground.at("f"), "x").unwrap();
+    sys::only_interrupts(libc::SIGUSR2);
+    let open = || File::options().read(true).write(true).open(ground.at("f")).unwrap();
+    let (one, two, three) = (open(), open(), open());
+    // One that is held and could not be made more of.
+    sys::ofd_lock(&one, libc::F_RDLCK, 0, 10, false).unwrap();
+    sys::ofd_lock(&two, libc::F_RDLCK, 0, 100, false).unwrap();
+    wait_interrupted(&one, 0, 100);
+    sys::ofd_lock(&two, libc::F_UNLCK, 0, 100, false).unwrap();
+    assert_eq!(errno(sys::ofd_lock(&three, libc::F_WRLCK, 0, 10, false)), libc::EAGAIN);
+    sys::ofd_lock(&one, libc::F_UNLCK, 0, 10, false).unwrap();
+    // One that is taken right after the wait.
+    sys::ofd_lock(&two, libc::F_WRLCK, 50, 10, false).unwrap();
+    for _ in 0..100 {
+        wait_interrupted(&one, 0, 100);
+        sys::ofd_lock(&one, libc::F_WRLCK, 0, 10, false).unwrap();
+        for _ in 0..10 {
+            assert_eq!(errno(sys::ofd_lock(&three, libc::F_WRLCK, 0, 10, false)), libc::EAGAIN);
+        }
+        sys::ofd_lock(&one, libc::F_UNLCK, 0, 10, false).unwrap();
+    }
+    // Nothing is kept of what was waited for.
+    sys::ofd_lock(&two, libc::F_UNLCK, 0, 100, false).unwrap();
+    eventually("the lock to be free", || {
+        sys::ofd_lock(&three, libc::F_WRLCK, 0, 100, false).map_err(|e| e.to_string())
+    });
+}
+
 #[test]
 fn locks_of_a_killed_process_end() {
     let ground = Ground::new();

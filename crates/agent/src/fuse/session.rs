@@ -7,7 +7,8 @@
 //! A signal (INTERRUPT) ends a wait for a lock at once. Any other operation gets `interrupt_grace` to end by itself
 //! first, since on a local disk it would not be interruptible at all, and programs with timers rely on that. Then the
 //! caller leaves with EINTR: an operation without effect is dropped, one with effect runs on unheard and what its
-//! reply would have handed out is taken back.
+//! reply would have handed out is taken back. What is dropped is dropped before the caller hears of it: an operation
+//! for a lock takes back by itself what it may have got, and what the caller asks for next must come after that.
 //!
 //! # Invariants
 //! - Every request but FORGET is answered once: a panic or a dropped task answers EIO.
@@ -312,7 +313,7 @@ impl<H: Handler> Reader<H> {
 enum Kind {
     /// It waits for another process: leave at once.
     LockWait,
-    /// It changes nothing: may be dropped.
+    /// It changes nothing, or takes back by itself what nobody heard of: may be dropped.
     Read,
     /// It changes something: runs to its end, heard or not.
     Change,
@@ -322,6 +323,7 @@ impl Kind {
     fn of(op: &Op<'_>) -> Kind {
         match op {
             Op::Setlk { wait: true, .. } => Kind::LockWait,
+            Op::Setlk { lock, .. } if lock.kind.cast_signed() != libc::F_UNLCK => Kind::Read,
             Op::Lookup { .. }
             | Op::Getattr { .. }
             | Op::Statx { .. }
@@ -356,14 +358,16 @@ async fn run<H: Handler>(
     {
         return answer.send(reply);
     }
-    let handler = Arc::clone(&answer.shared.handler);
     drop(ticket);
+    if kind != Kind::Change {
+        drop(call);
+        return answer.send(Reply::error(libc::EINTR));
+    }
+    let handler = Arc::clone(&answer.shared.handler);
     answer.send(Reply::error(libc::EINTR));
-    if kind == Kind::Change {
-        let reply = call.await;
-        if !reply.undo.is_empty() {
-            handler.undo(reply.undo).await;
-        }
+    let reply = call.await;
+    if !reply.undo.is_empty() {
+        handler.undo(reply.undo).await;
     }
 }
 

@@ -215,7 +215,19 @@ fn a_signal_ends_a_wait_for_a_lock() {
     until("the lock is waited for", || stage.toy.waiting.load(Ordering::SeqCst) > 0);
     signal(&child);
     assert!(!ended(&mut child).success());
-    until("the wait was dropped", || stage.toy.waiting.load(Ordering::SeqCst) == 0);
+    assert_eq!(stage.toy.waiting.load(Ordering::SeqCst), 0, "dropped before its caller knows");
+    stage.end();
+}
+
+#[test]
+fn a_lock_whose_caller_left_is_dropped_and_does_not_run_on() {
+    let Some(stage) = Stage::with(quick(), Duration::ZERO) else { return };
+    stage.toy.put("never", b"");
+    let mut child = shell("exec flock -n \"$1/never\" true", &stage.path);
+    until("the lock is asked for", || stage.toy.waiting.load(Ordering::SeqCst) > 0);
+    signal(&child);
+    assert!(!ended(&mut child).success());
+    assert_eq!(stage.toy.waiting.load(Ordering::SeqCst), 0, "dropped before its caller knows");
     stage.end();
 }
 

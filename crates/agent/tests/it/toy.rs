@@ -197,7 +197,7 @@ impl Handler for Toy {
     fn call(self: Arc<Self>, header: Header, op: Op<'_>, payload: Bytes) -> Call {
         let never = match &op {
             Op::Setlk { wait: true, .. } => true,
-            Op::Read { .. } => self.name_of(header.nodeid) == b"never",
+            Op::Read { .. } | Op::Setlk { .. } => self.name_of(header.nodeid) == b"never",
             _ => false,
         };
         if never {

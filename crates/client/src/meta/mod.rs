@@ -126,7 +126,7 @@ impl Meta {
 
     /// Changes something, exactly once, whatever breaks meanwhile. A dropped future, or one that ends with `Timeout`, does
     /// not undo the change: it happens and its answer is consumed in the background. Only a `Lock` that waits is given up
-    /// with its future; send an unlock of the same owner after it, in case it was granted just then.
+    /// with its future. It may have been granted just then, but is not once something else was asked for by the same owner there.
     pub async fn change(&self, op: Op) -> Result<Changed> {
         self.shared.change(op).await
     }

@@ -34,8 +34,19 @@ impl Held {
             && (self.lock.ty == LockType::Write || other.lock.ty == LockType::Write)
             && self.lock.ty != LockType::Unlock
             && other.lock.ty != LockType::Unlock
-            && (self.lock.kind == LockKind::Flock
-                || self.lock.start <= other.lock.end && other.lock.start <= self.lock.end)
+            && self.overlaps(other)
+    }
+
+    /// Whether both are of one owner and concern the same bytes.
+    pub fn is_replaced_by(&self, other: &Held) -> bool {
+        self.lock.kind == other.lock.kind
+            && (self.session, self.lock.owner) == (other.session, other.lock.owner)
+            && self.overlaps(other)
+    }
+
+    fn overlaps(&self, other: &Held) -> bool {
+        self.lock.kind == LockKind::Flock
+            || self.lock.start <= other.lock.end && other.lock.start <= self.lock.end
     }
 }
 

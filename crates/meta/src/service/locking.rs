@@ -2,6 +2,8 @@
 //!
 //! # Invariants
 //! - A waiter gets its lock only when no earlier waiter asks for one that excludes it.
+//! - What an owner asks for without waiting ends its earlier waits there, wherever those requests still are: one that was given up
+//!   gets nothing afterwards, even if its cancel comes late or its connection is lost. Who still wants it asks again.
 //! - A wait that would close a circle of fcntl owners is refused, as far as this service knows of them.
 
 use std::collections::HashSet;
@@ -35,6 +37,12 @@ impl Meta {
         wait: bool,
     ) -> Result<Step> {
         let wanted = Held { session: request.session, lock: lock.clone() };
+        if wait && is_outdated(state, request, hold) {
+            return Err(Fault::new(Code::WouldBlock, "its owner asked for something else meanwhile"));
+        }
+        if !wait {
+            end_waits(state, node, &wanted);
+        }
         let mut view = self.view(node.0);
         view.inode(node.1)?;
         let held = held_locks(&view, node.1)?;
@@ -116,5 +124,26 @@ impl Meta {
             }
         }
         Ok(false)
+    }
+}
+
+/// Whether a wait was ended, or comes over a connection that its session has left: requests come in order otherwise, once what
+/// another leader answered has been told again.
+fn is_outdated(state: &State, request: &Request, hold: &Hold<'_>) -> bool {
+    match hold.lock {
+        Some(id) => !state.waiters.iter().any(|waiter| waiter.id == id),
+        None => {
+            let session = state.sessions.get(&request.session);
+            session.is_some_and(|session| session.reported && request.seq < session.last_seq)
+        }
+    }
+}
+
+/// Ends the waits of the same owner for what this request is about.
+fn end_waits(state: &mut State, node: Node, wanted: &Held) {
+    let before = state.waiters.len();
+    state.waiters.retain(|waiter| !(waiter.node == node && waiter.wanted.is_replaced_by(wanted)));
+    if state.waiters.len() < before {
+        state.signals.wake(Topic::Lock(node));
     }
 }

@@ -1,9 +1,12 @@
 //! Two mounts of one volume.
 
+use std::sync::atomic::Ordering;
+
+use futures_util::FutureExt;
 use torchfs_proto::attr::Kind;
 use torchfs_proto::msg::meta::{FileLock, LockKind, LockType};
-use torchfs_proto::{Code, Ino};
-use torchfs_vfs::Caller;
+use torchfs_proto::{Code, Ino, Result};
+use torchfs_vfs::{Caller, Opened, Vfs};
 
 use crate::world::{Rng, WHO, append, close, content, create, find, names, read, rounds, run, write};
 
@@ -182,5 +185,115 @@ fn a_lock_waits_for_the_other_mount_and_sees_what_it_left() {
         // Closing drops the owner's locks.
         b.flush(ino, on_b.fh, 2).await.unwrap();
         a.setlk(ino, on_a.fh, lock(LockType::Write, 1), false).await.unwrap();
+    });
+}
+
+/// A mount with the file open, and a lock owner on it.
+struct Locker {
+    vfs: Vfs,
+    ino: Ino,
+    opened: Opened,
+    owner: u64,
+}
+
+impl Locker {
+    fn lock(&self, ty: LockType, start: u64, end: u64, wait: bool) -> impl Future<Output = Result<()>> {
+        let lock = FileLock { kind: LockKind::Posix, ty, owner: self.owner, pid: 1, start, end };
+        self.vfs.setlk(self.ino, self.opened.fh, lock, wait)
+    }
+
+    async fn may(&self, ty: LockType, start: u64, end: u64) -> bool {
+        match self.lock(ty, start, end, false).await {
+            Ok(()) => true,
+            Err(fault) if fault.code == Code::WouldBlock => false,
+            Err(fault) => panic!("{fault}"),
+        }
+    }
+
+    /// Waits until nothing is being taken back in this range any more; nothing is held there.
+    async fn settled(&self, start: u64, end: u64) {
+        self.lock(LockType::Unlock, start, end, false).await.unwrap();
+    }
+}
+
+async fn lockers(world: &std::sync::Arc<crate::world::World>) -> (Locker, Locker) {
+    let (a, b) = (world.mount().await, world.mount().await);
+    let (ino, on_a) = create(&a, "file").await;
+    let on_b = b.open(ino, 2).await.unwrap();
+    (Locker { vfs: a, ino, opened: on_a, owner: 1 }, Locker { vfs: b, ino, opened: on_b, owner: 2 })
+}
+
+#[test]
+fn an_interrupted_wait_for_more_leaves_what_was_held() {
+    run(|world| async move {
+        let (a, b) = lockers(&world).await;
+        a.lock(LockType::Read, 0, 9, false).await.unwrap();
+        b.lock(LockType::Read, 5, 30, false).await.unwrap();
+        let mut waits = Box::pin(a.lock(LockType::Write, 0, 99, true));
+        assert!(waits.as_mut().now_or_never().is_none());
+        drop(waits);
+        a.settled(50, 60).await;
+        assert!(!b.may(LockType::Write, 0, 4).await, "it is still held");
+        assert!(b.may(LockType::Write, 10, 99).await, "and nothing besides");
+        a.lock(LockType::Unlock, 0, 9, false).await.unwrap();
+        assert!(b.may(LockType::Write, 0, 99).await);
+    });
+}
+
+#[test]
+fn a_lock_that_was_granted_unheard_is_taken_back_and_what_was_held_stays() {
+    run(|world| async move {
+        for wait in [true, false] {
+            let (a, b) = lockers(&world).await;
+            a.lock(LockType::Read, 10, 19, false).await.unwrap();
+            world.late_locks.store(true, Ordering::Release);
+            let mut waits = Box::pin(a.lock(LockType::Write, 0, 99, wait));
+            assert!(waits.as_mut().now_or_never().is_none(), "granted, and the answer is on its way");
+            drop(waits);
+            let mut next = Box::pin(a.lock(LockType::Read, 90, 99, false));
+            assert!(next.as_mut().now_or_never().is_none(), "the same owner's next comes after that");
+            world.late_locks.store(false, Ordering::Release);
+            next.await.unwrap();
+            assert!(b.may(LockType::Read, 0, 99).await, "nobody keeps the lock that nobody knows of");
+            assert!(b.may(LockType::Write, 0, 9).await);
+            assert!(!b.may(LockType::Write, 10, 19).await, "what was held is");
+            assert!(!b.may(LockType::Write, 90, 99).await, "and what was taken since");
+            a.vfs.unlink(Ino::ROOT, b"file").await.unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_lock_taken_after_an_interrupted_wait_stays() {
+    run(|world| async move {
+        let (a, b) = lockers(&world).await;
+        for _ in 0..200 {
+            b.lock(LockType::Write, 0, 9, false).await.unwrap();
+            let mut waits = Box::pin(a.lock(LockType::Write, 0, 9, true));
+            assert!(waits.as_mut().now_or_never().is_none());
+            b.lock(LockType::Unlock, 0, 9, false).await.unwrap();
+            drop(waits);
+            a.lock(LockType::Write, 0, 9, false).await.unwrap();
+            for _ in 0..20 {
+                tokio::task::yield_now().await;
+                assert!(!b.may(LockType::Write, 0, 9).await, "it is held");
+            }
+            a.lock(LockType::Unlock, 0, 9, false).await.unwrap();
+        }
+    });
+}
+
+#[test]
+fn closing_a_file_ends_what_is_being_taken_back() {
+    run(|world| async move {
+        let (a, b) = lockers(&world).await;
+        a.lock(LockType::Read, 0, 9, false).await.unwrap();
+        world.late_locks.store(true, Ordering::Release);
+        let mut waits = Box::pin(a.lock(LockType::Write, 0, 99, true));
+        assert!(waits.as_mut().now_or_never().is_none());
+        drop(waits);
+        world.late_locks.store(false, Ordering::Release);
+        a.vfs.flush(a.ino, a.opened.fh, a.owner).await.unwrap();
+        assert!(b.may(LockType::Write, 0, 99).await);
     });
 }

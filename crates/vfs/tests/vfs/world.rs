@@ -82,6 +82,8 @@ pub struct World {
     pub late_commits: Arc<AtomicU64>,
     /// The service hears renewals, and its answers stay on the way while this is set.
     pub late_renewals: Arc<AtomicBool>,
+    /// The same for locks.
+    pub late_locks: Arc<AtomicBool>,
     /// So many commits more reach the service, and so many were answered.
     pub commits_left: Arc<AtomicU64>,
     pub commits: Arc<AtomicU64>,
@@ -115,6 +117,7 @@ impl World {
             calls: Arc::default(),
             late_commits: Arc::default(),
             late_renewals: Arc::default(),
+            late_locks: Arc::default(),
             commits_left: Arc::new(AtomicU64::new(u64::MAX)),
             commits: Arc::default(),
             servers,
@@ -245,16 +248,9 @@ impl Service for Counted {
         if !upkeep {
             self.0.calls.fetch_add(1, Ordering::AcqRel);
         }
-        let world = self.0.clone();
-        match op {
-            Ok(meta::Op::Renew) => Box::pin(async move {
-                let answer = world.service.clone().call(peer, request).await;
-                while world.late_renewals.load(Ordering::Acquire) {
-                    tokio::time::sleep(Duration::from_millis(5)).await;
-                }
-                answer
-            }),
-            Ok(meta::Op::Commit(_)) => Box::pin(async move {
+        if let Ok(meta::Op::Commit(_)) = op {
+            let world = self.0.clone();
+            return Box::pin(async move {
                 let left = &world.commits_left;
                 while left.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less).is_err() {
                     tokio::time::sleep(Duration::from_millis(5)).await;
@@ -262,9 +258,22 @@ impl Service for Counted {
                 let answer = world.service.clone().call(peer, request).await;
                 world.commits.fetch_add(1, Ordering::AcqRel);
                 answer
-            }),
-            _ => world.service.clone().call(peer, request),
+            });
         }
+        let late = match op {
+            Ok(meta::Op::Renew) => Some(self.0.late_renewals.clone()),
+            Ok(meta::Op::Lock { .. }) => Some(self.0.late_locks.clone()),
+            _ => None,
+        };
+        let answer = self.0.service.clone().call(peer, request);
+        let Some(late) = late else { return answer };
+        Box::pin(async move {
+            let answer = answer.await;
+            while late.load(Ordering::Acquire) {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            answer
+        })
     }
 }
 
