@@ -40,6 +40,8 @@ pub struct Config {
     pub pull_timeout_ms: u32,
     /// Bytes of blocks in one such request.
     pub pull_bytes: u64,
+    /// So long after a session was cut off, servers are searched for what it put too late.
+    pub search_after_ms: u32,
     /// How far a scrub is, is written down so often.
     pub scrub_save_ms: u32,
     /// One call to a data server.
@@ -116,6 +118,7 @@ impl Default for Config {
             repair_retry_ms: 30_000,
             pull_timeout_ms: 60_000,
             pull_bytes: 64 << 20,
+            search_after_ms: 3_600_000,
             scrub_save_ms: 10_000,
             peer_timeout_ms: 10_000,
             redundancy: None,

@@ -117,7 +117,7 @@ impl Meta {
     /// Dead blocks whose time has come, whose death is durable and whose holders are up. Those of a server that is down stay in
     /// the queue and do not keep others: each pass goes on where the last one ended.
     fn due_blocks(&self, state: &mut State, volume: VolumeId) -> Result<Vec<Due>> {
-        let now_ms = (self.clock.wall_ns() / 1_000_000).unsigned_abs();
+        let now_ms = self.wall_ms();
         let head = key::space(volume, key::Space::DeadBlock);
         let to = key::dead_block(volume, now_ms + 1, BlockId::default());
         let from = state.deleted_upto.remove(&volume);
@@ -227,7 +227,7 @@ impl Meta {
     fn due_range(&self, volume: VolumeId) -> Result<Option<IdRange>> {
         let view = self.view(volume);
         let durable = self.engine.durable();
-        let now_ms = (self.clock.wall_ns() / 1_000_000).unsigned_abs();
+        let now_ms = self.wall_ms();
         let space = key::space(volume, key::Space::DeadRange);
         let mut found = None;
         view.scan(&space, &key::after(&space), false, &mut |_, dead: DeadRange| {

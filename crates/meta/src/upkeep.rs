@@ -11,6 +11,7 @@ use torchfs_proto::{Ino, Result, SessionId, key};
 
 use crate::metrics;
 use crate::namespace::{self, Decision};
+use crate::service::sessions::Ending;
 use crate::service::{Chore, Meta, State};
 
 /// Orphans that one sweep looks at.
@@ -88,7 +89,7 @@ impl Meta {
         let silent: Vec<SessionId> =
             state.sessions.iter().filter(|(_, s)| now >= s.renewed + term).map(|(id, _)| *id).collect();
         for id in silent {
-            if let Err(fault) = self.end_session(state, id, "it was not renewed") {
+            if let Err(fault) = self.end_session(state, id, Ending::Silent) {
                 tracing::warn!(session = id.0, "a session cannot be ended: {fault}");
             }
         }

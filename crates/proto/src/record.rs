@@ -556,6 +556,9 @@ pub struct Repair {
     /// What it came to.
     #[n(4)]
     pub last: Option<Scrub>,
+    /// From this time on (ms since 1970) all servers are to be searched for pieces that came too late.
+    #[n(5)]
+    pub search_ms: Option<u64>,
 }
 
 /// A scrub that runs.

@@ -607,11 +607,15 @@ fn moving(golden: &mut Golden) {
         scrub: Some(scrub.clone()),
         scrubbed: None,
         last: None,
+        search_ms: None,
     };
     golden.add("record.repair", repair.clone());
     let scrubbed = Some(Time { secs: 5, nanos: 6 });
-    golden
-        .add("record.repair_scrubbed", record::Repair { scrub: None, scrubbed, last: Some(scrub), ..repair });
+    golden.add(
+        "record.repair_scrubbed",
+        record::Repair { scrub: None, scrubbed, last: Some(scrub), ..repair.clone() },
+    );
+    golden.add("record.repair_searched", record::Repair { search_ms: Some(1_700_000_000_000), ..repair });
 }
 
 fn disk() -> DiskInfo {

@@ -1,6 +1,9 @@
 //! Stale pieces: what a server holds and should not, because it was away, or because pieces moved elsewhere.
 //!
-//! A server that may hold such pieces is marked, durably. It is asked to list what it holds, and each piece is judged by the
+//! A server that may hold such pieces is marked, durably. So are all of them a while after a session was cut off: its client
+//! may have been stopped and put blocks when it went on, after the purge. One search serves all sessions of that while; what
+//! comes later still goes with the next one.
+//! A marked server is asked to list what it holds, and each piece is judged by the
 //! records of that moment. A piece of a known block goes only if its group is clean, so that every piece was seen at its
 //! target, and this server is not where the record or the group says. A piece of an unknown block goes only if its id is in no
 //! live range and in no queue of the dead.
@@ -242,7 +245,8 @@ impl Meta {
         };
         let pieces: Vec<PieceInfo> = pieces.iter().map(info).collect();
         let (drops, _) = self.judge(state, server, &pieces)?;
-        let searched = state.members.table.servers.get(&server).is_some_and(|server| server.reconcile);
+        let marked = state.members.table.servers.get(&server).is_some_and(|server| server.reconcile);
+        let searched = marked || state.repairs.settings.search_ms.is_some();
         Ok(match searched {
             true => Strays { leaving: drops, ..Strays::default() },
             false => Strays { orphans: drops, ..Strays::default() },

@@ -9,6 +9,7 @@ use torchfs_proto::msg::meta::{Done, MetaReport, Op, RepairReport, StandbyReport
 use torchfs_proto::record::Block;
 use torchfs_proto::{BlockId, Code, Fault, Result, Seq, SessionId, VolumeId, key};
 
+use super::sessions::Ending;
 use super::{Meta, State};
 use crate::namespace;
 
@@ -30,7 +31,7 @@ impl Meta {
                     return Err(Fault::new(Code::NotFound, format!("there is no session {session}"))
                         .next("`torchfs sessions` lists them"));
                 }
-                self.end_session(state, *session, "evicted")?;
+                self.end_session(state, *session, Ending::Evicted)?;
                 Done::Ok
             }
             Op::Check { cursor } => self.check(state, cursor)?,

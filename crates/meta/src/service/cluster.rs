@@ -245,7 +245,25 @@ impl Meta {
             if let Err(fault) = self.reshape(state, now) {
                 tracing::warn!("the placement cannot be changed: {fault}");
             }
+            if let Err(fault) = self.search_late(state, now) {
+                tracing::warn!("a search for late pieces cannot be begun: {fault}");
+            }
         }
+    }
+
+    /// Has all servers searched when it is time to: the purge of a session that was cut off came before what its client put
+    /// when it went on.
+    fn search_late(&self, state: &mut State, now: Instant) -> Result<()> {
+        if state.repairs.settings.search_ms.is_none_or(|due| self.wall_ms() < due) {
+            return Ok(());
+        }
+        self.edit_members(state, now, |table, _| {
+            let servers: Vec<ServerId> = table.servers.keys().copied().collect();
+            servers.into_iter().for_each(|server| table.mark_stale(server));
+            Ok(())
+        })?;
+        let settings = torchfs_proto::record::Repair { search_ms: None, ..state.repairs.settings.clone() };
+        self.set_repair(state, settings)
     }
 
     /// Moves groups: off servers that go, and gently to even out the others.

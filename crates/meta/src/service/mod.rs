@@ -21,7 +21,7 @@ mod files;
 mod locking;
 mod open;
 mod replay;
-mod sessions;
+pub(crate) mod sessions;
 pub(crate) mod signals;
 mod volumes;
 
@@ -569,6 +569,11 @@ impl Meta {
             grants,
             result,
         }
+    }
+
+    /// The time that records carry, in ms since 1970.
+    pub(crate) fn wall_ms(&self) -> u64 {
+        (self.clock.wall_ns() / 1_000_000).unsigned_abs()
     }
 
     /// A view for one decision.

@@ -27,6 +27,27 @@ const LIST_MAX: usize = 1 << 20;
 /// Longest of the texts a session tells about itself.
 const TEXT_MAX: usize = 4_096;
 
+/// Why a session ends.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Ending {
+    /// Its client is done: nothing of it is on its way.
+    Closed,
+    /// An administrator wants it gone.
+    Evicted,
+    /// It was not renewed. Its client may only be stopped, and put blocks when it goes on.
+    Silent,
+}
+
+impl Ending {
+    fn shown(self) -> &'static str {
+        match self {
+            Ending::Closed => "closed",
+            Ending::Evicted => "evicted",
+            Ending::Silent => "it was not renewed",
+        }
+    }
+}
+
 /// One session, as memory holds it.
 pub(crate) struct Session {
     pub volume: VolumeId,
@@ -230,7 +251,7 @@ impl Meta {
                 }
             }
             Op::CloseSession => {
-                self.end_session(state, id, "closed")?;
+                self.end_session(state, id, Ending::Closed)?;
                 Done::Ok
             }
             Op::Listen { seen, wait_ms } => {
@@ -415,7 +436,7 @@ impl Meta {
     }
 
     /// Ends a session: everything that it had goes, and those who waited for it go on.
-    pub(crate) fn end_session(&self, state: &mut State, id: SessionId, why: &str) -> Result<()> {
+    pub(crate) fn end_session(&self, state: &mut State, id: SessionId, why: Ending) -> Result<()> {
         let Some(session) = state.sessions.get(&id) else { return Ok(()) };
         let volume = session.volume;
         let mut view = self.view(volume);
@@ -434,7 +455,13 @@ impl Meta {
             namespace::release_locks(&mut view, *ino, id)?;
         }
         let now = self.clock.now();
+        let mut repair = state.repairs.settings.clone();
+        if why != Ending::Closed && !session.ranges.is_empty() && repair.search_ms.is_none() {
+            repair.search_ms = Some(self.wall_ms() + u64::from(self.config.search_after_ms));
+            view.put(key::repair(), &repair);
+        }
         self.order(state, view, now)?;
+        state.repairs.settings = repair;
         state.sessions.remove(&id);
         for ino in locked {
             state.signals.wake(Topic::Lock((volume, ino)));
@@ -445,7 +472,7 @@ impl Meta {
         state.signals.wake(Topic::Events(id));
         state.chores.push_back(Chore::Sweep(volume, Ino(0)));
         self.look_at_grace(state, now);
-        tracing::info!(session = id.0, "a session ends: {why}");
+        tracing::info!(session = id.0, "a session ends: {}", why.shown());
         Ok(())
     }
 

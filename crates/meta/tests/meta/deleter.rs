@@ -104,3 +104,34 @@ fn a_server_that_is_down_keeps_only_its_own_blocks_from_being_deleted() {
     world.collect(&servers);
     assert_eq!((held(1), waiting(&world)), (0, 0));
 }
+
+#[test]
+fn what_a_client_puts_after_its_session_was_cut_off_is_found_and_removed() {
+    let world = World::with(Config { search_after_ms: 60_000, ..impatient() });
+    let servers = Servers::join(&world, 2);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 1, 100);
+    let kept = world.blocks()[0].id;
+    let late = writer.id();
+    // Its client is stopped in the middle of a put, and goes on when all is over.
+    servers.advance_ms(&world, 70_000);
+    world.collect(&servers);
+    assert_eq!((world.meta.session_ids(), waiting(&world)), (vec![], 0));
+    servers.plant(1, (late, 0));
+    let world = world.restart();
+    servers.advance_ms(&world, 60_000);
+    servers.rest(&world);
+    assert!(!servers.has(1, (late, 0)));
+    assert_eq!(servers.count(1) + servers.count(2), 2, "both copies of the other one are there");
+    assert!(servers.has(1, (kept, 0)) || servers.has(1, (kept, 1)));
+    // Sessions that end by themselves ask for no search.
+    let mut writer = Writer::new(&world, "g");
+    let planted = writer.id();
+    writer.client.call(&world, Op::CloseSession).unwrap();
+    servers.advance_ms(&world, 8_000);
+    world.collect(&servers);
+    servers.plant(1, (planted, 0));
+    servers.advance_ms(&world, 120_000);
+    servers.rest(&world);
+    assert!(servers.has(1, (planted, 0)));
+}
