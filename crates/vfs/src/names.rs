@@ -238,12 +238,17 @@ impl Vfs {
             };
             let exchanged = flags & rename::EXCHANGE != 0;
             let behind = other.as_ref().filter(|_| exchanged).map(|other| other.ino);
-            let (old, new) = ((name.clone(), behind), (new_name, Some(attr.ino)));
-            if two {
-                vfs.end(&from, asked, mark, &[old], None);
-                vfs.end(&to, asked, mark, &[new], None);
+            let (old, new) = ((name.clone(), behind), (new_name.clone(), Some(attr.ino)));
+            let (told, safe) = if two {
+                let (told, old_safe) = vfs.end_moved(&from, asked, mark, &[old], false);
+                let (told, new_safe) = vfs.end_moved(&to, asked, mark, &[new], told);
+                (told, old_safe && new_safe)
             } else {
-                vfs.end(&from, asked, mark, &[old, new], None);
+                vfs.end_moved(&from, asked, mark, &[old, new], false)
+            };
+            if told && !safe && !vfs.0.host.expire_entries(new_parent) {
+                vfs.0.host.invalidate_entry(new_parent, &new_name);
+                vfs.0.host.invalidate_entry(parent, &name);
             }
             if other.is_none() && attr.kind != Kind::Dir && attr.nlink > 1 {
                 // If both were names of one inode nothing happened, and the answer does not say so.
@@ -335,10 +340,11 @@ impl Vfs {
             self.doubt_name(state, name);
             return Duration::ZERO;
         };
-        if let Some(names) = &mut state.names
-            && names.map.insert(Bytes::copy_from_slice(name), ino).is_none()
-        {
-            self.0.entries.fetch_add(1, Ordering::Relaxed);
+        if let Some(names) = &mut state.names {
+            let more = names.map.insert(Bytes::copy_from_slice(name), ino).is_none();
+            self.0.entries.fetch_add(usize::from(more), Ordering::Relaxed);
+            let fewer = names.doubted.remove(name);
+            self.0.entries.fetch_sub(usize::from(fewer), Ordering::Relaxed);
         }
         self.kernel_ttl(ttl)
     }
@@ -487,6 +493,42 @@ impl Vfs {
         self.bound_entries();
     }
 
+    /// A rename is through in this folder. The kernel moves entries together with the time it was given for them under their old names;
+    /// `told` if it may have been given any. Tells that, and whether a recall will take back the new names.
+    fn end_moved(
+        &self,
+        folder: &Inode,
+        asked: Asked,
+        mark: Mark,
+        names: &[(Bytes, Option<Ino>)],
+        mut told: bool,
+    ) -> (bool, bool) {
+        let mut safe = true;
+        {
+            let mut state = folder.lock();
+            let known = self.is_current(asked) && !state.overlap;
+            self.ended(&mut state, mark);
+            let knows = |state: &State, name: &[u8]| {
+                state.names.as_ref().is_some_and(|names| names.may_be_told(name))
+            };
+            told |= names.iter().any(|(name, _)| knows(&state, name));
+            for (name, ino) in names {
+                if known {
+                    self.keep_name(&mut state, folder.ino, name, *ino);
+                } else {
+                    self.doubt_name(&mut state, name);
+                    if told && ino.is_some() {
+                        self.note_doubted(&mut state, folder.ino, name);
+                    }
+                }
+                safe &= ino.is_none() || knows(&state, name);
+            }
+            state.doubt_attr();
+        }
+        self.bound_entries();
+        (told, safe)
+    }
+
     fn ended(&self, state: &mut State, mark: Mark) {
         state.busy = state.busy.saturating_sub(1);
         state.changes += 1;
@@ -530,6 +572,16 @@ impl Vfs {
             if names.map.remove(name).is_some() {
                 self.0.entries.fetch_sub(1, Ordering::Relaxed);
             }
+        }
+    }
+
+    /// If the names of the folder are leased, a recall will take this one back whatever it stands for.
+    fn note_doubted(&self, state: &mut State, parent: Ino, name: &Bytes) {
+        if self.leased_names(state, parent).is_some()
+            && let Some(names) = &mut state.names
+            && names.doubted.insert(name.clone())
+        {
+            self.0.entries.fetch_add(1, Ordering::Relaxed);
         }
     }
 

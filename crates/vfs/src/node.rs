@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use foldhash::{HashMap, HashMapExt};
+use foldhash::{HashMap, HashMapExt, HashSet, HashSetExt};
 use futures_util::future::{Either, select};
 use parking_lot::{Mutex, MutexGuard};
 use torchfs_client::{Mark, Meta};
@@ -91,6 +91,8 @@ pub(crate) struct Names {
     pub(crate) map: HashMap<Bytes, Option<Ino>>,
     /// What is not in the map is absent.
     pub(crate) complete: bool,
+    /// Names that the kernel may know and we are not sure of: a recall has to take them back too.
+    pub(crate) doubted: HashSet<Bytes>,
 }
 
 /// What one change by this session did to a folder.
@@ -290,7 +292,12 @@ impl Names {
     pub(crate) fn new(epoch: u32) -> Names {
         static SERIALS: AtomicU64 = AtomicU64::new(0);
         let serial = SERIALS.fetch_add(1, Ordering::Relaxed);
-        Names { epoch, serial, map: HashMap::new(), complete: false }
+        Names { epoch, serial, map: HashMap::new(), complete: false, doubted: HashSet::new() }
+    }
+
+    /// Whether the kernel may trust this name, and a recall would take it back.
+    pub(crate) fn may_be_told(&self, name: &[u8]) -> bool {
+        self.map.get(name).is_some_and(Option::is_some) || self.doubted.contains(name)
     }
 }
 
@@ -525,8 +532,8 @@ impl Vfs {
     /// Forgets the entries of a folder; tells which they were.
     pub(crate) fn drop_names(&self, state: &mut State) -> Vec<Bytes> {
         let Some(names) = state.names.take() else { return Vec::new() };
-        self.0.entries.fetch_sub(names.map.len(), Ordering::Relaxed);
-        names.map.into_keys().collect()
+        self.0.entries.fetch_sub(names.map.len() + names.doubted.len(), Ordering::Relaxed);
+        names.map.into_keys().chain(names.doubted).collect()
     }
 
     /// All nodes, for rare sweeps.

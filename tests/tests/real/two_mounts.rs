@@ -193,6 +193,35 @@ fn exclusive_creation_has_one_winner_among_mounts() {
     }
 }
 
+/// The kernel moves an entry with the time it was given under the lease of the old folder.
+#[test]
+fn a_file_moved_into_a_busy_folder_is_seen_to_go_when_the_other_mount_removes_it() {
+    let (_cluster, one, two) = two();
+    for folder in ["quiet", "busy"] {
+        fs::create_dir(one.at(folder)).unwrap();
+    }
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Acquire) {
+                fs::write(one.at("busy/other"), "").unwrap();
+                fs::remove_file(one.at("busy/other")).unwrap();
+            }
+        });
+        let stale = (0..count(300, 3000)).filter(|round| {
+            let (old, new) = (format!("quiet/f{}", round % 20), format!("busy/f{}", round % 20));
+            fs::write(two.at(&old), "").unwrap();
+            assert!(two.at(&old).exists());
+            fs::rename(two.at(&old), two.at(&new)).unwrap();
+            fs::remove_file(one.at(&new)).unwrap();
+            two.at(&new).exists()
+        });
+        let stale = stale.count();
+        done.store(true, Ordering::Release);
+        assert_eq!(stale, 0, "names that were gone were still seen");
+    });
+}
+
 /// The kernel asks nobody whether the caller of a creation may have the file.
 #[test]
 fn a_file_that_another_mount_made_first_is_opened_by_who_may() {

@@ -6,13 +6,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::FutureExt;
-use futures_util::future::BoxFuture;
-use parking_lot::Mutex;
 use torchfs_proto::attr::SetAttr;
 use torchfs_proto::{Code, Ino};
-use torchfs_vfs::{Config, Host, NoHost, Seek, Vfs, WriteFlags};
+use torchfs_vfs::{Config, NoHost, Seek, Vfs, WriteFlags};
 
-use crate::world::{Rng, close, content, create, read, rounds, run, until, write};
+use crate::world::{Kernel, Rng, close, content, create, read, rounds, run, until, write};
 
 #[test]
 fn what_is_written_is_read_back_before_and_after_it_is_committed() {
@@ -275,7 +273,7 @@ fn a_failed_write_latches_on_its_handle_and_on_no_later_one() {
 #[test]
 fn bytes_that_were_lost_are_not_left_in_the_kernels_pages() {
     run(|world| async move {
-        let host = Arc::new(Heard::default());
+        let host = Arc::new(Kernel::default());
         let vfs = world.mount_with(Config::default(), host.clone()).await;
         let (ino, opened) = create(&vfs, "file").await;
         write(&vfs, ino, opened.fh, 0, vec![1; 10_000]).await;
@@ -285,33 +283,11 @@ fn bytes_that_were_lost_are_not_left_in_the_kernels_pages() {
         write(&vfs, ino, opened.fh, 0, vec![2; 10_000]).await;
         world.break_servers(true);
         assert_eq!(vfs.fsync(ino, opened.fh, false).await.map_err(|f| f.code), Err(Code::NoSpace));
-        assert_eq!(*host.0.lock(), [(ino, 0, 0)]);
+        assert_eq!(*host.pages.lock(), [(ino, 0, 0)]);
         let again = vfs.open(ino, 0).await.unwrap();
         assert!(!again.keep_cache);
         assert_eq!(read(&vfs, ino, again.fh, 0, 20_000).await, vec![1; 10_000]);
     });
-}
-
-/// A kernel that notes which pages it was told to drop.
-#[derive(Default)]
-struct Heard(Mutex<Vec<(Ino, u64, u64)>>);
-
-impl Host for Heard {
-    fn invalidate_data(&self, ino: Ino, offset: u64, len: u64) {
-        self.0.lock().push((ino, offset, len));
-    }
-
-    fn invalidate_attr(&self, _: Ino) {}
-
-    fn invalidate_entry(&self, _: Ino, _: &[u8]) {}
-
-    fn expire_entries(&self, _: Ino) -> bool {
-        true
-    }
-
-    fn settled(&self) -> BoxFuture<'static, ()> {
-        Box::pin(std::future::ready(()))
-    }
 }
 
 #[test]

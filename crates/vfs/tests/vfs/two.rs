@@ -1,14 +1,15 @@
 //! Two mounts of one volume.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use futures_util::FutureExt;
 use torchfs_proto::attr::Kind;
 use torchfs_proto::msg::meta::{FileLock, LockKind, LockType};
 use torchfs_proto::{Code, Ino, Result};
-use torchfs_vfs::{Caller, Opened, Vfs};
+use torchfs_vfs::{Caller, Config, Opened, Vfs};
 
-use crate::world::{Rng, WHO, append, close, content, create, find, names, read, rounds, run, write};
+use crate::world::{Kernel, Rng, WHO, append, close, content, create, find, names, read, rounds, run, write};
 
 const O_EXCL: i32 = 0o200;
 const O_TRUNC: i32 = 0o1000;
@@ -160,6 +161,72 @@ fn who_creates_a_file_that_another_mount_made_first_opens_it_only_as_its_owner()
         close(&b, node.attr.ino, opened.fh).await;
         let (node, _) = create(caller, b"file", 1 | O_TRUNC).await.unwrap();
         assert_eq!(b.getattr(node.attr.ino, None).await.unwrap().attr.size, 0);
+    });
+}
+
+/// The kernel moves an entry with the time it was given under the lease of the old folder.
+#[test]
+fn a_name_moved_into_a_folder_that_is_not_leased_is_asked_for_again() {
+    run(|world| async move {
+        let kernel = Arc::new(Kernel::default());
+        let (a, b) = (world.mount().await, world.mount_with(Config::default(), kernel.clone()).await);
+        let folder = |name: &'static [u8]| {
+            let a = a.clone();
+            async move { a.make(WHO, Ino::ROOT, name, Kind::Dir, 0o755, 0, b"").await.unwrap().attr.ino }
+        };
+        let (from, to) = (folder(b"from").await, folder(b"to").await);
+        let busy = tokio::spawn({
+            let a = a.clone();
+            async move {
+                loop {
+                    a.make(WHO, to, b"other", Kind::File, 0o644, 0, b"").await.unwrap();
+                    a.unlink(to, b"other").await.unwrap();
+                }
+            }
+        });
+        for i in 0..200 {
+            let name = format!("f{i}");
+            b.make(WHO, from, name.as_bytes(), Kind::File, 0o644, 0, b"").await.unwrap();
+            assert!(!b.entry_ttl(from, name.as_bytes()).is_zero());
+            let before = kernel.expired.load(Ordering::Acquire);
+            b.rename(from, name.as_bytes(), to, name.as_bytes(), 0).await.unwrap();
+            let leased = !b.entry_ttl(to, name.as_bytes()).is_zero();
+            let expired = kernel.expired.load(Ordering::Acquire) > before;
+            let recalled = kernel.entries.lock().contains(&(to, name.into()));
+            assert!(leased || expired || recalled, "round {i}: nothing takes the name back");
+        }
+        busy.abort();
+    });
+}
+
+/// Several changes at once leave names in doubt, which the kernel trusts nevertheless.
+#[test]
+fn names_moved_side_by_side_are_taken_back_from_the_kernel_by_a_recall() {
+    run(|world| async move {
+        let kernel = Arc::new(Kernel::default());
+        let (a, b) = (world.mount().await, world.mount_with(Config::default(), kernel.clone()).await);
+        let d = b.make(WHO, Ino::ROOT, b"d", Kind::Dir, 0o755, 0, b"").await.unwrap().attr.ino;
+        for i in 0..20 {
+            b.make(WHO, d, format!("old{i}").as_bytes(), Kind::File, 0o644, 0, b"").await.unwrap();
+        }
+        let moved = (0..20).map(|i| {
+            let b = b.clone();
+            tokio::spawn(async move {
+                let (old, new) = (format!("old{i}"), format!("new{i}"));
+                b.rename(d, old.as_bytes(), d, new.as_bytes(), 0).await.unwrap();
+            })
+        });
+        for moved in moved.collect::<Vec<_>>() {
+            moved.await.unwrap();
+        }
+        a.unlink(d, b"new0").await.unwrap();
+        let told = kernel.entries.lock().clone();
+        let expired = kernel.expired.load(Ordering::Acquire) > 0;
+        let missed: Vec<String> = (0..20)
+            .map(|i| format!("new{i}"))
+            .filter(|name| !told.iter().any(|(folder, told)| *folder == d && told == name.as_bytes()))
+            .collect();
+        assert!(expired || missed.is_empty(), "not taken back: {missed:?}");
     });
 }
 

@@ -277,6 +277,36 @@ impl Service for Counted {
     }
 }
 
+/// A kernel that notes what it was told to forget.
+#[derive(Default)]
+pub struct Kernel {
+    pub pages: Mutex<Vec<(Ino, u64, u64)>>,
+    pub entries: Mutex<Vec<(Ino, Bytes)>>,
+    /// How often all entries were made to be asked for again.
+    pub expired: AtomicU64,
+}
+
+impl Host for Kernel {
+    fn invalidate_data(&self, ino: Ino, offset: u64, len: u64) {
+        self.pages.lock().push((ino, offset, len));
+    }
+
+    fn invalidate_attr(&self, _: Ino) {}
+
+    fn invalidate_entry(&self, parent: Ino, name: &[u8]) {
+        self.entries.lock().push((parent, Bytes::copy_from_slice(name)));
+    }
+
+    fn expire_entries(&self, _: Ino) -> bool {
+        self.expired.fetch_add(1, Ordering::AcqRel);
+        true
+    }
+
+    fn settled(&self) -> Pin<Box<dyn Future<Output = ()> + Send>> {
+        Box::pin(std::future::ready(()))
+    }
+}
+
 type Pieces = HashMap<(BlockId, u8), (Vec<ChunkInfo>, Bytes)>;
 
 /// A data server that keeps pieces in memory.
