@@ -10,7 +10,7 @@ use super::extents::{CONTENT, Edit, overlapping, part};
 use super::{BlockChanges, Decision, First, file, touch};
 use crate::view::View;
 
-/// Runs that one request copies at most; the answer says how far it came.
+/// Runs that one request copies at most, and that it replaces; the answer says how far it came.
 const RUNS_MAX: usize = 2_048;
 
 /// What to copy where.
@@ -52,11 +52,16 @@ pub fn copy_range(view: &mut View<'_>, copy: &Copy) -> Result<Decision> {
         end = end.min(offset + run.len);
         len = end - copy.from_offset;
     }
+    let (replaced, more) = overlapping(view, copy.to, copy.to_offset, copy.to_offset + len, RUNS_MAX)?;
+    if more && let Some((offset, run)) = replaced.last() {
+        len = len.min(offset + run.len - copy.to_offset);
+        end = copy.from_offset + len;
+    }
     if len > 0 {
         let mut changes = BlockChanges::default();
         let mut edit = Edit { view, ino: copy.to, inode: &mut inode, changes: &mut changes };
         edit.punch(copy.to_offset, copy.to_offset + len)?;
-        for (offset, run) in runs {
+        for (offset, run) in runs.into_iter().filter(|(offset, _)| *offset < end) {
             let from = offset.max(copy.from_offset);
             let upto = (offset + run.len).min(end);
             let bytes = part(&run.bytes, from - offset, upto - from);

@@ -385,3 +385,39 @@ fn a_large_truncation_is_seen_at_once_and_finished_after_a_crash() {
     let Done::Status(status) = world.admin(Op::Status) else { panic!() };
     assert_eq!((status.blocks, status.dead), (2, 98));
 }
+
+#[test]
+fn a_copy_onto_a_fragmented_file_goes_as_far_as_a_batch_takes() {
+    let world = World::new();
+    world.server(1);
+    let mut a = world.client();
+    let (from, to) = (a.file(&world, "from"), a.file(&world, "to"));
+    const RUNS: u64 = 60_000;
+    let (grant, ids) = (a.open_write(&world, from), a.ids(&world, 1));
+    let whole = vec![RangeOp::Write { offset: 0, len: RUNS * 20, source: within(nth(ids, 0), 0) }];
+    a.call(&world, commit(from, grant, vec![block(nth(ids, 0), (RUNS * 20) as u32)], whole)).unwrap();
+    let (grant, ids) = (a.open_write(&world, to), a.ids(&world, RUNS as u32));
+    for first in (0..RUNS).step_by(1_000) {
+        a.watermark = a.seq;
+        let new = (first..first + 1_000).map(|n| block(nth(ids, n), 10)).collect();
+        let write = |n| RangeOp::Write { offset: n * 20, len: 10, source: within(nth(ids, n), 0) };
+        a.call(&world, commit(to, grant, new, (first..first + 1_000).map(write).collect())).unwrap();
+    }
+    let mut at = 0;
+    while at < RUNS * 20 {
+        let (len, mtime) = (RUNS * 20 - at, None);
+        let op = Op::CopyRange { from, from_offset: at, to, to_offset: at, len, grant, mtime };
+        a.watermark = a.seq;
+        match a.call(&world, op).unwrap() {
+            Done::Committed { copied, .. } => {
+                assert!(copied > 0);
+                at += copied;
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    let (extents, size) = extents(&mut a, &world, to);
+    assert_eq!(size, RUNS * 20);
+    assert_eq!(extents.iter().map(|extent| extent.len).sum::<u64>(), RUNS * 20);
+    assert_eq!(world.problems(), Vec::<String>::new());
+}
