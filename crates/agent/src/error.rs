@@ -69,6 +69,14 @@ pub enum Error {
         /// Where.
         path: PathBuf,
     },
+    /// What was written and not synced did not reach its servers.
+    #[error("what was written to {files} files of {} could not be written back and is lost; the agent's log names them", path.display())]
+    Lost {
+        /// Where it was mounted.
+        path: PathBuf,
+        /// How many files.
+        files: u64,
+    },
     /// Anything else the kernel refuses.
     #[error("cannot {doing} {}: {error}", path.display())]
     Os {

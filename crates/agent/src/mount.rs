@@ -145,7 +145,7 @@ fn mount_ourselves(options: &MountOptions, path: &Path) -> Result<OwnedFd, Error
 
 /// Takes a mount of ours away.
 pub fn umount(path: &Path, how: Umount) -> Result<(), Error> {
-    let path = resolve_parent(path);
+    let path = resolve_mount(path)?;
     match find_mount(&path)? {
         None => return Err(Error::NotMounted { path }),
         Some(found) if found.kind != FS_TYPE => return Err(Error::NotOurs { path, what: found.what() }),
@@ -178,6 +178,11 @@ pub fn umount(path: &Path, how: Umount) -> Result<(), Error> {
             _ => Error::Os { doing: "unmount", path, error },
         }),
     }
+}
+
+/// The device number of the mount there, `major:minor`: no other mount has it while this one lives.
+pub fn device(path: &Path) -> Result<Option<String>, Error> {
+    Ok(find_mount(&resolve_mount(path)?)?.map(|found| found.device))
 }
 
 /// Lets the kernel read this far ahead on a mount; INIT itself caps it at 128 KiB.
@@ -245,6 +250,20 @@ fn resolve_parent(path: &Path) -> PathBuf {
         }
         _ => absolute,
     }
+}
+
+/// The same, and a link that is no mount itself is followed.
+fn resolve_mount(path: &Path) -> Result<PathBuf, Error> {
+    const LINKS_MAX: usize = 40;
+    let mut path = resolve_parent(path);
+    for _ in 0..LINKS_MAX {
+        if find_mount(&path)?.is_some() {
+            break;
+        }
+        let Ok(next) = fs::read_link(&path) else { break };
+        path = resolve_parent(&path.parent().unwrap_or(Path::new("/")).join(next));
+    }
+    Ok(path)
 }
 
 fn umount2(path: &Path, flags: i32) -> io::Result<()> {
@@ -344,6 +363,17 @@ mod tests {
         assert!(matches!(mount(&MountOptions::new(&file)), Err(Error::NotAFolder { .. })));
         let busy = mount(&MountOptions::new("/proc")).unwrap_err();
         assert!(busy.to_string().contains("already a mount point of proc (proc)"), "{busy}");
+    }
+
+    #[test]
+    fn a_link_to_a_mount_is_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (one, two) = (dir.path().join("one"), dir.path().join("two"));
+        std::os::unix::fs::symlink("/proc", &one).unwrap();
+        std::os::unix::fs::symlink("one", &two).unwrap();
+        assert_eq!(resolve_mount(&two).unwrap(), Path::new("/proc"));
+        assert_eq!(device(&two).unwrap(), device(Path::new("/proc")).unwrap());
+        assert!(matches!(umount(&two, Umount::Normal), Err(Error::NotOurs { .. })));
     }
 
     #[test]

@@ -5,6 +5,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use torchfs_vfs::{Host, Vfs};
 
@@ -12,6 +13,9 @@ use crate::mount::{MountOptions, Umount};
 use crate::ops::{KernelHost, Ops};
 use crate::served::Served;
 use crate::{Error, FuseConfig};
+
+/// How long the end of a session is waited for when everything is written back.
+const CLOSE_MAX: Duration = Duration::from_secs(15);
 
 /// A mounted volume.
 pub struct Mounted {
@@ -50,7 +54,7 @@ impl Mounted {
     /// Waits until somebody has taken the mount away, then writes everything back and ends the session.
     pub async fn wait(&mut self) -> Result<(), Error> {
         self.served.wait().await;
-        Ok(self.vfs.shutdown().await?)
+        self.finish().await
     }
 
     /// Takes the mount away, writes everything back and ends the session. If the mount is in use, it stays as it is
@@ -62,6 +66,26 @@ impl Mounted {
             tracing::error!(%fault, "not everything could be written back");
         }
         self.served.unmount(how).await?;
-        Ok(self.vfs.shutdown().await?)
+        self.finish().await
+    }
+
+    /// Writes everything back, however long calls may take, and ends the session.
+    async fn finish(&self) -> Result<(), Error> {
+        let before = self.vfs.files_lost();
+        let synced = self.vfs.syncfs().await;
+        // Nothing is at stake any more: without an answer the service ends the session by itself.
+        let closed = match tokio::time::timeout(CLOSE_MAX, self.vfs.shutdown()).await {
+            Ok(closed) => closed.map_err(|fault| fault.to_string()),
+            Err(_) => Err("the metadata service does not answer".to_string()),
+        };
+        let lost = self.vfs.files_lost() - before;
+        if lost > 0 {
+            return Err(Error::Lost { path: self.path().to_path_buf(), files: lost });
+        }
+        synced?;
+        if let Err(why) = closed {
+            tracing::warn!("everything is written back, but the session stays until its term ends: {why}");
+        }
+        Ok(())
     }
 }

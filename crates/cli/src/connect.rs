@@ -1,7 +1,7 @@
 //! How a command finds its cluster: `--meta`, TORCHFS_META, or the one cluster that `torchfs up` runs on this machine.
 //!
 //! `up` leaves a note under the runtime folder while it runs: where its metadata service listens and where its secret
-//! is. A command without `--meta` follows the only note there is; with `--meta` the note of that address tells the secret.
+//! is. Root's notes are in /run/torchfs, those of other users in their own runtime folder. A command without `--meta` follows the only note there is; with `--meta` the note of that address tells the secret.
 
 use std::fs;
 use std::io::Write;
@@ -171,7 +171,7 @@ struct Noted {
 
 /// The notes of processes that still live.
 fn notes() -> Vec<Noted> {
-    let Ok(entries) = fs::read_dir(runtime_dir()) else { return Vec::new() };
+    let entries = own_dirs().into_iter().filter_map(|dir| fs::read_dir(dir).ok()).flatten();
     let mut notes = Vec::new();
     for path in entries.filter_map(Result::ok).map(|e| e.path()) {
         if path.extension().is_none_or(|e| e != "toml") {
@@ -203,9 +203,43 @@ pub fn runtime_file(name: &str) -> anyhow::Result<PathBuf> {
     Ok(dir.join(name))
 }
 
+/// Where root's notes are, whatever the session that root works in says.
+const ROOTS: &str = "/run/torchfs";
+
+/// Where this process leaves notes.
 fn runtime_dir() -> PathBuf {
-    match std::env::var_os("TORCHFS_RUNTIME_DIR").or_else(|| std::env::var_os("XDG_RUNTIME_DIR")) {
-        Some(dir) => PathBuf::from(dir).join("torchfs"),
-        None => PathBuf::from("/run/torchfs"),
+    if let Some(dir) = std::env::var_os("TORCHFS_RUNTIME_DIR") {
+        return PathBuf::from(dir).join("torchfs");
     }
+    let user = rustix::process::geteuid();
+    if user.is_root() {
+        return ROOTS.into();
+    }
+    match std::env::var_os("XDG_RUNTIME_DIR") {
+        Some(dir) => PathBuf::from(dir).join("torchfs"),
+        None => PathBuf::from(format!("/run/user/{}/torchfs", user.as_raw())),
+    }
+}
+
+/// Where notes are that this user trusts: the own ones, and root's.
+fn own_dirs() -> Vec<PathBuf> {
+    let own = runtime_dir();
+    let roots = PathBuf::from(ROOTS);
+    match std::env::var_os("TORCHFS_RUNTIME_DIR") {
+        None if own != roots => vec![own, roots],
+        _ => vec![own],
+    }
+}
+
+/// Where any process of this machine may have left notes that this one can read.
+pub fn runtime_dirs() -> Vec<PathBuf> {
+    let mut dirs = own_dirs();
+    let users = fs::read_dir("/run/user").into_iter().flatten().filter_map(Result::ok);
+    dirs.extend(users.map(|user| user.path().join("torchfs")).filter(|dir| dir.is_dir()));
+    dirs
+}
+
+/// Whether notes of this process are found by root, too.
+pub fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
 }

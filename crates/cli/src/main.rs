@@ -9,6 +9,7 @@ mod http;
 mod logging;
 mod print;
 mod roles;
+mod serving;
 mod settings;
 mod watch;
 
@@ -73,7 +74,8 @@ fn main() -> ExitCode {
     end_quietly_without_readers();
     let words: Vec<String> = std::env::args().collect();
     let words = match commands::mount::translate_mount_helper(&words) {
-        Ok(words) => words,
+        Ok(Some(words)) => words,
+        Ok(None) => return ExitCode::SUCCESS,
         Err(sentence) => return fail(&sentence),
     };
     let cli = match settings::parse::<Cli>(words) {

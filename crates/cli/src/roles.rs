@@ -49,6 +49,22 @@ pub fn stop_signal() -> anyhow::Result<impl Future<Output = ()>> {
     })
 }
 
+/// Tells systemd, if that started us, that the role is ready.
+pub fn ready() {
+    use std::os::linux::net::SocketAddrExt;
+    use std::os::unix::ffi::OsStrExt;
+    use std::os::unix::net::{SocketAddr, UnixDatagram};
+    let Some(name) = std::env::var_os("NOTIFY_SOCKET") else { return };
+    let addr = match name.as_bytes() {
+        [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
+        _ => SocketAddr::from_pathname(&name),
+    };
+    let told = addr.and_then(|addr| UnixDatagram::unbound()?.send_to_addr(b"READY=1", &addr)).map(|_| ());
+    if let Err(error) = told {
+        tracing::warn!("cannot tell systemd that all is ready: {error}");
+    }
+}
+
 /// Makes a folder that only its owner may read, or says why it cannot.
 pub fn make_dir(dir: &Path) -> anyhow::Result<()> {
     torchfs_disk::make_dir_durably(dir).with_context(|| {

@@ -136,6 +136,14 @@ pub fn duration(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| format!("`{text}` is not a time span; write 90s, 5m or 2h"))
 }
 
+/// A time span that is not 0.
+pub fn positive(text: &str) -> Result<Duration, String> {
+    match duration(text)? {
+        Duration::ZERO => Err(format!("`{text}` is no time at all; write 90s, 5m or 2h")),
+        span => Ok(span),
+    }
+}
+
 /// `replicas:2` or `ec:4+2`.
 pub fn redundancy(text: &str) -> Result<Scheme, String> {
     text.parse().map_err(|fault: torchfs_proto::Fault| fault.to_string())
@@ -160,8 +168,17 @@ pub fn bytes(text: &str) -> Result<u64, String> {
 
 /// A size of at least 16 MiB.
 pub fn memory(text: &str) -> Result<u64, String> {
+    at_least(16, text)
+}
+
+/// A size of at least 1 MiB.
+pub fn room(text: &str) -> Result<u64, String> {
+    at_least(1, text)
+}
+
+fn at_least(mebibytes: u64, text: &str) -> Result<u64, String> {
     match bytes(text)? {
-        n if n < 16 << 20 => Err(format!("`{text}` is too little; give at least 16MiB")),
+        n if n < mebibytes << 20 => Err(format!("`{text}` is too little; give at least {mebibytes}MiB")),
         n => Ok(n),
     }
 }
@@ -179,5 +196,7 @@ mod tests {
         assert_eq!(duration("5m"), Ok(Duration::from_secs(300)));
         assert_eq!(duration("250ms"), Ok(Duration::from_millis(250)));
         assert!(duration("soon").is_err());
+        assert!(positive("0s").is_err() && positive("1ms").is_ok());
+        assert!(room("1").is_err() && room("1MiB").is_ok() && memory("1MiB").is_err());
     }
 }

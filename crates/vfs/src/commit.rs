@@ -13,6 +13,7 @@
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use bytes::Bytes;
@@ -562,6 +563,7 @@ impl Vfs {
         {
             tracing::error!(ino = %node.ino, %fault, "what was written is lost");
             ::metrics::counter!(metrics::WRITE_ERRORS).increment(1);
+            self.0.files_lost.fetch_add(1, Ordering::Relaxed);
             file.latch(fault);
         }
         drop(state);
@@ -677,6 +679,7 @@ pub(crate) fn lose(vfs: &Vfs, node: &Inode) {
                 .next("mount again; what was not synced is lost"),
         );
     }
+    vfs.0.files_lost.fetch_add(1, Ordering::Relaxed);
     vfs.discard(node);
 }
 

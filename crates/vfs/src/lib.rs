@@ -88,6 +88,8 @@ struct Inner {
     /// Entries remembered over all folders, and the folders that have some, in the order they came.
     entries: AtomicUsize,
     folders: Mutex<VecDeque<Ino>>,
+    /// Files whose writes were lost in the background.
+    files_lost: AtomicU64,
     /// Files with writes that are not committed.
     dirty: Mutex<HashMap<Ino, Arc<Inode>>>,
     /// Nodes that nobody may need any more.
@@ -122,6 +124,7 @@ impl Vfs {
             recalls: AtomicU64::new(0),
             entries: AtomicUsize::new(0),
             folders: Mutex::default(),
+            files_lost: AtomicU64::new(0),
             dirty: Mutex::default(),
             idle: Mutex::default(),
             fragmented: Mutex::default(),
@@ -145,6 +148,12 @@ impl Vfs {
         vfs.0.meta.set_keeper(keeper);
         vfs.start_ticking();
         vfs
+    }
+
+    /// How often what was written to a file was lost in the background. Whoever has it open hears of it; after an unmount
+    /// nobody has.
+    pub fn files_lost(&self) -> u64 {
+        self.0.files_lost.load(Ordering::Relaxed)
     }
 
     /// Writes everything back and ends the session.

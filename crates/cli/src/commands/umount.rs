@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Unmount, after everything written is on its servers
+use crate::serving;
+
+/// Unmount, and wait until everything written is on its servers
 ///
 /// Also clears a stale mount point whose agent died.
 #[derive(clap::Args)]
@@ -12,7 +14,7 @@ pub struct Args {
     #[arg(value_name = "PATH")]
     path: PathBuf,
 
-    /// Detach now, even if files are open
+    /// Detach now, even if files are open; does not wait for what is written back
     #[arg(long, short)]
     lazy: bool,
 
@@ -23,6 +25,11 @@ pub struct Args {
 
 /// Unmounts.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    // The device number goes with the mount, so its agent is looked for before.
+    let servers = torchfs_agent::mount::device(&args.path)?.map(|device| serving::find(&device));
     crate::roles::unmount(&args.path, args.lazy, args.force)?;
+    if let Some(servers) = servers.filter(|_| !args.lazy && !args.force) {
+        servers.wait(&args.path)?;
+    }
     Ok(ExitCode::SUCCESS)
 }

@@ -1,6 +1,6 @@
 //! `torchfs up`: all roles in one process, for one machine.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
@@ -93,9 +93,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         }
         let note = Note::leave(&meta.addr(), (!args.insecure).then_some(secret_file.as_path()));
         let mount = match &args.mount {
-            Some(path) => Some(
-                roles::Mount::start(path, "", &cluster, &args.mount_options).await.context("cannot mount")?,
-            ),
+            Some(path) => Some(mount(path, &cluster, &args.mount_options).await.context("cannot mount")?),
             None => None,
         };
         http::serve(pages, meta.health())?;
@@ -126,4 +124,13 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         unmounted?;
         Ok(ExitCode::SUCCESS)
     })
+}
+
+async fn mount(
+    path: &Path,
+    cluster: &roles::Cluster,
+    options: &MountOptions,
+) -> anyhow::Result<roles::Mount> {
+    let opened = roles::Mount::open(path, "", cluster, options).await?;
+    roles::Mount::start(opened, path, options).await
 }

@@ -23,7 +23,7 @@ use crate::settings;
 #[derive(Args, Clone, Debug)]
 pub struct DataOptions {
     /// Most bytes that one data server takes [default: what its disk has]
-    #[arg(long, value_parser = settings::bytes, value_name = "SIZE")]
+    #[arg(long, value_parser = settings::room, value_name = "SIZE")]
     capacity: Option<u64>,
 
     /// Size of segment files

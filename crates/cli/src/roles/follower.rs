@@ -215,6 +215,8 @@ pub struct Follower {
 impl Follower {
     /// Begins to follow; needs a runtime around it.
     pub fn start(dir: &Path, config: PostgresConfig, stage: Stage) -> anyhow::Result<Follower> {
+        // Said before anything else is: later a lock may be that of the service that has just ended here.
+        drop(torchfs_disk::LocalDisk::open_locked(dir)?);
         let desk = Arc::new(Desk { service: RwLock::new(None), news: Mutex::default() });
         let bell = Arc::new(Bell::default());
         let (tell, ended) = watch::channel(None);

@@ -20,6 +20,8 @@ pub struct MetaConfig {
     pub who: OpenSession,
     /// Where timers and tasks live.
     pub runtime: Handle,
+    /// How long opening the session waits for a service that answers.
+    pub open_timeout: Duration,
     /// How long a call waits for a silent service.
     pub op_timeout: Duration,
     /// One attempt to connect, or to go on with the session, may take so long.
@@ -59,6 +61,7 @@ impl MetaConfig {
             connector,
             who: OpenSession::default(),
             runtime,
+            open_timeout: Duration::from_secs(300),
             op_timeout: Duration::from_secs(300),
             attempt_timeout: Duration::from_secs(10),
             silence_max: Duration::from_secs(3),

@@ -43,7 +43,7 @@ pub(crate) async fn open(config: MetaConfig) -> Result<Arc<Shared>> {
         return Err(Fault::new(Code::Invalid, "no address of a metadata server is known")
             .next("give --meta HOST:PORT or set TORCHFS_META"));
     }
-    let until = Instant::now() + config.op_timeout;
+    let until = Instant::now() + config.open_timeout;
     let mut silent = false;
     for turn in 0.. {
         let index = turn % config.addrs.len();
