@@ -34,8 +34,12 @@ impl LogEngine {
         let mut identity = match Identity::load(&*disk)? {
             Some(identity) => identity,
             None if applied.0 > 0 => {
-                return Err(Error::Corrupt {
-                    what: "engine.id is missing and the replica is not empty".into(),
+                return Err(Error::Foreign {
+                    what: format!(
+                        "the folder holds the replica of a database with the metadata of cluster {:016x}, or its engine.id was \
+                         lost; give the --engine of that database, too, or an empty --dir",
+                        mark.map_or(0, |mark| mark.cluster.0)
+                    ),
                 });
             }
             None => {

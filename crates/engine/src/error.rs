@@ -55,6 +55,12 @@ pub enum Error {
         /// The sentence that names the folder.
         what: String,
     },
+    /// The folder is not one of this kind of engine.
+    #[error("{what}")]
+    Foreign {
+        /// The sentence that says whose it is and what to do.
+        what: String,
+    },
     /// Stored bytes contradict each other.
     #[error("the metadata on disk is damaged: {what}")]
     Corrupt {
@@ -68,7 +74,7 @@ pub enum Error {
         what: String,
     },
     /// The folder belongs to another cluster.
-    #[error("the folder belongs to cluster {found:016x}, not to {expected:016x}", found = .found.0, expected = .expected.0)]
+    #[error("the metadata folder belongs to cluster {found:016x}, not to {expected:016x}; give the --dir of this cluster", found = .found.0, expected = .expected.0)]
     WrongCluster {
         /// Whose folder it is.
         found: ClusterId,
@@ -157,13 +163,14 @@ impl From<Error> for Fault {
             Error::Stalled { .. } => (Code::Overloaded, ""),
             Error::Locked { .. } => (Code::Busy, ""),
             Error::Corrupt { .. } => (Code::Corrupt, "restore the metadata from its last dump"),
+            Error::Foreign { .. } => (Code::Invalid, ""),
             Error::Unsupported { .. } => (Code::Version, ""),
             Error::Dump { .. } => (Code::Corrupt, "take another dump, or copy this one again"),
             Error::Deposed { .. } => (Code::NotLeader, ""),
             Error::Silent { .. } => (Code::Unreachable, "check the database of the metadata"),
             Error::Database { .. } => (Code::Io, "check the database of the metadata"),
             Error::BackInTime { .. } => (Code::Corrupt, ""),
-            Error::WrongCluster { .. } => (Code::Invalid, "choose the folder of this cluster"),
+            Error::WrongCluster { .. } => (Code::Invalid, ""),
             Error::Io { .. } | Error::Replica { .. } => {
                 (Code::Io, "check the disk below the metadata folder")
             }

@@ -306,8 +306,9 @@ fn classify(error: &tokio_postgres::Error) -> Error {
     let Some(code) = error.code() else {
         // Mistakes of this program or of its settings have no code either, and do not pass.
         let ours = ["error serializing", "error deserializing", "invalid c", "authentication error"];
-        return match ours.iter().any(|start| text.starts_with(start)) {
-            true => Error::Database { what: text },
+        let advice = advice(&text);
+        return match advice.is_some() || ours.iter().any(|start| text.starts_with(start)) {
+            true => Error::Database { what: text + advice.unwrap_or_default() },
             false => Error::Silent { what: text },
         };
     };
@@ -324,8 +325,35 @@ fn classify(error: &tokio_postgres::Error) -> Error {
         false if *code == SqlState::INVALID_CATALOG_NAME => {
             Error::Database { what: format!("{text}; make it with: createdb NAME") }
         }
+        false if *code == SqlState::INSUFFICIENT_PRIVILEGE => Error::Database {
+            what: format!(
+                "{text} ({}); give the user in the URL a database of its own: createdb NAME --owner USER",
+                code.code()
+            ),
+        },
         false => Error::Database { what: format!("{text} ({})", code.code()) },
     }
+}
+
+/// What to do about a connection that no waiting brings about.
+fn advice(text: &str) -> Option<&'static str> {
+    let known = [
+        (
+            "server does not support TLS",
+            "; turn TLS on at the server, or, if nobody can listen in on the way there, add ?sslmode=disable to the URL",
+        ),
+        ("password missing", "; give --pg-password-file, or set PGPASSWORD or PGPASSFILE"),
+        (
+            "CaUsedAsEndEntity",
+            "; the server shows the certificate of an authority as its own: make an authority (CA:TRUE) and have it sign \
+             another one for the server, and give --pg-ca-file the authority's",
+        ),
+        ("UnknownIssuer", "; give --pg-ca-file the authority that signed the server's certificate"),
+        ("NotValidForName", "; name the host in the URL as its certificate does"),
+        ("Expired", "; give the server a new certificate"),
+        ("invalid peer certificate", "; look at the server's certificate and at --pg-ca-file"),
+    ];
+    known.iter().find(|(sign, _)| text.contains(sign)).map(|(_, advice)| *advice)
 }
 
 /// The content of a PEM file.

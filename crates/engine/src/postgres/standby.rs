@@ -80,11 +80,8 @@ impl Standby {
         let dir = dir.as_ref();
         let target = Target::new(&config)?;
         let mut session = Session::new(target.clone())?;
-        let cluster = open_tables(&mut session, config.engine.cluster)?;
-        if let Some(floor) = config.engine.floor {
-            let (fence, seq) = (floor.fence.0 as i64, floor.seq.0 as i64);
-            session.execute(schema::RAISE, &[&fence, &i64::from(floor.incarnation.0), &seq])?;
-        }
+        // Whoever is refused leaves no tables behind: they would belong to a cluster that nobody has.
+        let fresh = !tables_exist(&mut session)?;
         let (disk, replica) = open_folder(dir, &config.engine)?;
         if identity::Identity::load(&*disk)?.is_some() {
             return Err(Error::Database {
@@ -94,6 +91,21 @@ impl Standby {
                     dir.display()
                 ),
             });
+        }
+        if let Some(mark) = replica.mark()?.filter(|mark| fresh && mark.applied.0 > 0) {
+            return Err(Error::Database {
+                what: format!(
+                    "{} is the replica of cluster {:016x}, and this database is empty; give --engine that cluster's \
+                     database, or an empty --dir to begin a new cluster",
+                    dir.display(),
+                    mark.cluster.0
+                ),
+            });
+        }
+        let cluster = open_tables(&mut session, config.engine.cluster)?;
+        if let Some(floor) = config.engine.floor {
+            let (fence, seq) = (floor.fence.0 as i64, floor.seq.0 as i64);
+            session.execute(schema::RAISE, &[&fence, &i64::from(floor.incarnation.0), &seq])?;
         }
         let mut standby = Standby {
             dir: dir.to_owned(),
@@ -225,7 +237,15 @@ impl Standby {
         let mark = self.replica.mark()?.filter(|mark| mark.applied.0 > 0);
         let Some(mark) = mark else { return self.build(&head) };
         if mark.cluster != self.cluster {
-            return Err(Error::WrongCluster { found: mark.cluster, expected: self.cluster });
+            return Err(Error::Database {
+                what: format!(
+                    "{} is the replica of cluster {:016x}, and the database has cluster {:016x}; give --engine the right \
+                     database, or an empty --dir, which is filled from this one",
+                    self.dir.display(),
+                    mark.cluster.0,
+                    self.cluster.0
+                ),
+            });
         }
         self.check_history(&mark, &head)?;
         (self.applied, self.seen, self.mark) = (mark.applied, mark.applied, mark);
@@ -419,8 +439,7 @@ impl Standby {
 
 /// Makes the tables if they are missing, and says whose metadata they are.
 fn open_tables(session: &mut Session, wanted: Option<ClusterId>) -> Result<ClusterId> {
-    let there: bool = session.query_one(schema::EXISTS, &[])?.try_get(0).map_err(super::rows::odd)?;
-    if !there {
+    if !tables_exist(session)? {
         let cluster = wanted.map_or_else(identity::draw_cluster, Ok)?;
         tracing::info!("making the metadata's tables");
         session.batch(&schema::CREATE.replace("CLUSTER", &(cluster.0 as i64).to_string()))?;
@@ -438,7 +457,16 @@ fn open_tables(session: &mut Session, wanted: Option<ClusterId>) -> Result<Clust
     }
     let cluster = ClusterId(number(&row, 2)?);
     match wanted {
-        Some(expected) if expected != cluster => Err(Error::WrongCluster { found: cluster, expected }),
+        Some(expected) if expected != cluster => Err(Error::Database {
+            what: format!(
+                "it has the metadata of cluster {:016x}, not of {:016x}; give --engine an empty database, made with: createdb NAME",
+                cluster.0, expected.0
+            ),
+        }),
         _ => Ok(cluster),
     }
+}
+
+fn tables_exist(session: &mut Session) -> Result<bool> {
+    session.query_one(schema::EXISTS, &[])?.try_get(0).map_err(super::rows::odd)
 }
