@@ -93,8 +93,13 @@ pub struct Config {
     /// A server that shuts down waits so long for requests in flight.
     pub grace: Duration,
 
-    /// Connections a listener holds at a time.
+    /// Connections a listener holds at a time, of peers that proved themselves. The metadata service allows 10,000 sessions, and an
+    /// agent has up to `lanes` connections to it.
     pub connections_max: usize,
+    /// Connections besides, that are still in the handshake.
+    pub strangers_max: usize,
+    /// When there are that many, the oldest goes after so long, though `handshake_timeout` has not passed.
+    pub strangers_patience: Duration,
     /// Requests in flight on one connection before its server stops reading.
     pub requests_max: usize,
     /// Calls in flight on one connection before further ones wait at the caller.
@@ -132,7 +137,9 @@ impl Default for Config {
             ping_every: Duration::from_secs(5),
             silence_max: Duration::from_secs(20),
             grace: Duration::from_secs(2),
-            connections_max: 4096,
+            connections_max: 32_768,
+            strangers_max: 256,
+            strangers_patience: Duration::from_millis(100),
             requests_max: 4096,
             calls_max: 1024,
             connection_bytes_max: 128 << 20,

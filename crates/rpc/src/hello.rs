@@ -92,19 +92,20 @@ pub(crate) async fn call(stream: &mut TcpStream, addr: &str, config: &Config) ->
     Ok(agreed)
 }
 
-/// Shakes hands as the one who listened. A caller that is refused is told why; `busy` is a reason to refuse anybody.
-pub(crate) async fn answer(
+/// Shakes hands as the one who listened. A caller that is refused is told why. `admit` gives a place to a caller that has proven
+/// itself, or a reason to refuse even that one.
+pub(crate) async fn answer<T>(
     stream: &mut TcpStream,
     addr: &str,
     config: &Config,
-    busy: Option<Fault>,
-) -> Result<Agreed> {
+    admit: impl FnOnce() -> Result<T>,
+) -> Result<(Agreed, T)> {
     let asked = Instant::now();
     let question = receive(stream, addr, HELLO).await?;
     let theirs = question.first_chunk::<HELLO_LEN>().ok_or_else(|| nonsense(addr))?;
     let hello = Hello::decode(theirs).ok_or_else(|| nonsense(addr))?;
     // Refusals come after the hello was read: bytes left unread would reset the connection and take the refusal along.
-    let mut agreed = match busy.map_or_else(|| agree(config, &hello, addr, Duration::ZERO), Err) {
+    let mut agreed = match agree(config, &hello, addr, Duration::ZERO) {
         Ok(agreed) => agreed,
         Err(fault) => return refuse(stream, addr, fault).await,
     };
@@ -116,9 +117,13 @@ pub(crate) async fn answer(
     if !proves(&config.secret, b"caller", theirs, &ours, proof) {
         return refuse(stream, addr, wrong_secret(addr, config, &hello)).await;
     }
+    let place = match admit() {
+        Ok(place) => place,
+        Err(fault) => return refuse(stream, addr, fault).await,
+    };
     send(stream, addr, WELCOME, &[]).await?;
     agreed.round_trip = asked.elapsed();
-    Ok(agreed)
+    Ok((agreed, place))
 }
 
 /// Tells a peer why it is sent away, and returns the same fault.

@@ -28,6 +28,7 @@ pub mod metrics;
 mod out;
 mod payload;
 mod server;
+mod strangers;
 mod table;
 
 pub use buf::AlignedBuf;

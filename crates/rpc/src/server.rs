@@ -10,6 +10,7 @@
 //! - The answers' bytes count too, but exist before they can be counted: a connection may exceed its bound by the answers
 //!   of requests that were admitted before.
 //! - When `closed` is called, no request of that peer is running (unless the whole server was dropped, not shut down).
+//! - Who has not proven itself takes no place of those who have: see `strangers`.
 //! - Every task is in the set of its owner: requests and keeper with their connection, connections with the listener.
 
 use std::collections::HashMap;
@@ -24,7 +25,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio::task::{AbortHandle, JoinHandle, JoinSet, spawn_blocking};
 use tokio::time::{sleep_until, timeout, timeout_at};
 use torchfs_proto::{Code, Fault, Result};
@@ -39,6 +40,7 @@ use crate::inbound::{Ended, Heard, Inbound};
 use crate::metrics::ServerMetrics;
 use crate::out::{Frame, Out};
 use crate::payload::{Data, Way};
+use crate::strangers::{Stranger, Strangers};
 
 /// After so many frames in a row a reader lets others run.
 const FRAMES_PER_TURN: u32 = 256;
@@ -110,6 +112,8 @@ pub fn serve(listener: Listener, service: Arc<dyn Service>) -> ServerHandle {
     let addr = listener.addr;
     let server = Arc::new(Server {
         total: Budget::new(listener.config.total_bytes_max),
+        places: Arc::new(Semaphore::new(listener.config.connections_max)),
+        strangers: Strangers::new(listener.config.strangers_max, listener.config.strangers_patience),
         config: listener.config,
         metrics: ServerMetrics::new(),
         service,
@@ -123,6 +127,9 @@ struct Server {
     service: Arc<dyn Service>,
     metrics: ServerMetrics,
     total: Arc<Budget>,
+    /// Of peers that proved themselves.
+    places: Arc<Semaphore>,
+    strangers: Arc<Strangers>,
 }
 
 async fn accept(listener: TcpListener, server: Arc<Server>, mut stopped: watch::Receiver<bool>) {
@@ -131,7 +138,10 @@ async fn accept(listener: TcpListener, server: Arc<Server>, mut stopped: watch::
         let accepted = tokio::select! {
             _ = stopped.wait_for(|stop| *stop) => break,
             Some(_) = connections.join_next() => continue,
-            accepted = listener.accept() => accepted,
+            accepted = async {
+                server.strangers.make_room().await;
+                listener.accept().await
+            } => accepted,
         };
         let (stream, addr) = match accepted {
             Ok(accepted) => accepted,
@@ -141,12 +151,8 @@ async fn accept(listener: TcpListener, server: Arc<Server>, mut stopped: watch::
                 continue;
             }
         };
-        let full = connections.len() >= server.config.connections_max;
-        if full && connections.len() >= server.config.connections_max.saturating_mul(2) {
-            server.metrics.refused.increment(1);
-            continue; // even the refusals are many: close without a word
-        }
-        connections.spawn(connection(server.clone(), stream, addr, full, stopped.clone()));
+        let stranger = server.strangers.enter();
+        connections.spawn(connection(server.clone(), stream, addr, stranger, stopped.clone()));
     }
     drop(listener);
     while connections.join_next().await.is_some() {}
@@ -157,24 +163,31 @@ async fn connection(
     server: Arc<Server>,
     mut stream: TcpStream,
     addr: SocketAddr,
-    full: bool,
+    stranger: Stranger,
     mut stopped: watch::Receiver<bool>,
 ) {
     let addr = addr.to_string();
     let config = server.config.clone();
     let hands = async {
         stream.set_nodelay(true).map_err(|e| Fault::new(Code::Unreachable, e.to_string()))?;
-        let busy = full.then(|| {
-            Fault::new(Code::Overloaded, "the server has as many connections as it may have")
-                .next("try again later, or raise its limit of connections")
-        });
-        hello::answer(&mut stream, &addr, &config, busy).await
+        hello::answer(&mut stream, &addr, &config, || {
+            server.places.clone().try_acquire_owned().map_err(|_| {
+                Fault::new(Code::Overloaded, "the server has as many connections as it may have")
+                    .next("try again later, or raise its limit of connections")
+            })
+        })
+        .await
     };
     let agreed = tokio::select! {
         agreed = timeout(config.handshake_timeout, hands) => agreed,
+        _ = stranger.dismissed() => {
+            server.metrics.refused.increment(1);
+            return;
+        }
         _ = stopped.wait_for(|stop| *stop) => return,
     };
-    let agreed = match agreed {
+    drop(stranger);
+    let (agreed, _place) = match agreed {
         Ok(Ok(agreed)) => agreed,
         Ok(Err(fault)) => {
             server.metrics.refused.increment(1);

@@ -13,7 +13,7 @@ use tokio::net::{TcpListener, TcpStream};
 use torchfs_proto::Code;
 use torchfs_rpc::frame::{BODY_MAX, HEADER_LEN, Header, Kind, PAYLOAD_MAX};
 use torchfs_rpc::hello::Hello;
-use torchfs_rpc::{Config, Connection, ServerHandle};
+use torchfs_rpc::{Config, Connection, Secret, ServerHandle};
 
 /// A server, a good connection to it, and its address.
 async fn victim(config: Config) -> (Arc<Zoo>, ServerHandle, Connection, String) {
@@ -208,6 +208,34 @@ async fn connections_beyond_the_bound_are_told_so() {
     while Connection::connect(&addr, Config::default()).await.is_err() {
         assert!(std::time::Instant::now() < end, "no place became free");
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn those_who_prove_nothing_keep_nobody_out() {
+    let with_secret = |secret| Config { secret: Secret::new(secret), ..Config::default() };
+    let config = Config {
+        connections_max: 2,
+        strangers_max: 4,
+        strangers_patience: Duration::from_millis(1),
+        handshake_timeout: LONG,
+        ..with_secret("s")
+    };
+    let server = start(Zoo::new(), config).await;
+    let addr = server.local_addr().to_string();
+    let mut silent = Vec::new();
+    for _ in 0..50 {
+        silent.push(TcpStream::connect(&addr).await.expect("connected"));
+    }
+    // The oldest are gone, and the others do not count among those who know the secret.
+    let first = Connection::connect(&addr, with_secret("s")).await.expect("connected");
+    let _second = Connection::connect(&addr, with_secret("s")).await.expect("connected");
+    still_serves(&first).await;
+    until_closed(&mut silent[0]).await;
+    let fault = Connection::connect(&addr, with_secret("s")).await.err().expect("refused");
+    assert_eq!(fault.code, Code::Overloaded, "{fault}");
+    // Whoever knows no secret does not even learn that.
+    let fault = Connection::connect(&addr, with_secret("guess")).await.err().expect("refused");
+    assert_eq!(fault.code, Code::Denied, "{fault}");
 }
 
 /// A listener that shakes hands honestly and then does something else.

@@ -2,7 +2,7 @@
 
 use torchfs_proto::attr::Kind;
 use torchfs_proto::extent::RangeOp;
-use torchfs_proto::msg::meta::{Done, Op, lease};
+use torchfs_proto::msg::meta::{Done, FileLock, LockKind, LockType, Op, lease};
 use torchfs_proto::{Code, Ino};
 
 use crate::content::{block, commit, nth, within};
@@ -203,4 +203,37 @@ fn a_full_metadata_disk_can_be_mounted_and_emptied() {
         b.call(&world, Op::Unlink { parent: Ino::ROOT, name, idle: Some(ino) }).unwrap();
     }
     assert_eq!(b.names(&world, Ino::ROOT), Vec::<String>::new());
+}
+
+#[test]
+fn there_are_connections_for_all_sessions() {
+    let rpc = torchfs_rpc::Config::default();
+    assert!(rpc.connections_max > torchfs_meta::Config::default().sessions_max * rpc.lanes);
+}
+
+fn lock(ino: Ino, ty: LockType, start: u64, end: u64, wait: bool) -> Op {
+    let lock = FileLock { kind: LockKind::Posix, ty, owner: 1, pid: 2, start, end };
+    Op::Lock { ino, lock, wait }
+}
+
+#[test]
+fn a_wait_for_a_lock_that_was_given_up_is_never_granted() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    let f = a.file(&world, "f");
+    a.call(&world, lock(f, LockType::Write, 0, 99, false)).unwrap();
+    // Its cancel is late, or its connection was left: it still waits when its owner has asked for something else there.
+    let given_up = b.start(&world, lock(f, LockType::Write, 0, 9, true));
+    let mut elsewhere = b.start(&world, lock(f, LockType::Write, 20, 29, true));
+    let unread = b.request(lock(f, LockType::Write, 0, 9, true));
+    b.call(&world, lock(f, LockType::Unlock, 5, 5, false)).unwrap();
+    assert_eq!(given_up.ready().result.unwrap_err().code, Code::WouldBlock);
+    assert!(!elsewhere.is_ready(), "this one still waits");
+    a.call(&world, lock(f, LockType::Unlock, 0, 99, false)).unwrap();
+    elsewhere.settle(&world).result.unwrap();
+    // Its request itself comes late, over the connection that was left.
+    let late = world.start(unread).ready();
+    assert_eq!(late.result.unwrap_err().code, Code::WouldBlock);
+    a.call(&world, lock(f, LockType::Write, 0, 19, false)).unwrap();
+    assert_eq!(a.refused(&world, lock(f, LockType::Write, 20, 20, false)), Code::WouldBlock);
 }
