@@ -18,6 +18,8 @@ pub enum Loss {
     Answer = 2,
     /// It is passed on, and the connection ends at once.
     Both = 3,
+    /// It is passed on and answered. The request after it is not passed on, and the connection ends.
+    Next = 4,
 }
 
 /// A proxy in front of one address. It lives as long as the test process.
@@ -107,7 +109,11 @@ impl Inner {
         let (mut from_client, mut to_server) = (client, server);
         std::thread::spawn(move || {
             let mut buffer = vec![0; 64 << 10];
+            let mut last = false;
             while let Ok(n @ 1..) = from_client.read(&mut buffer) {
+                if last {
+                    break;
+                }
                 let marked = buffer[..n].windows(self.mark.len()).any(|w| w == self.mark);
                 let loss = if marked { self.loss.swap(0, Ordering::SeqCst) } else { 0 };
                 if loss != 0 {
@@ -117,6 +123,7 @@ impl Inner {
                     // The other thread ends both when the answer comes.
                     swallow.store(1, Ordering::SeqCst);
                 }
+                last = loss == Loss::Next as u32;
                 if loss == Loss::Request as u32
                     || to_server.write_all(&buffer[..n]).is_err()
                     || loss == Loss::Both as u32

@@ -314,6 +314,101 @@ fn a_database_that_went_back_in_time_is_refused_with_a_sentence() {
 }
 
 #[test]
+fn a_standby_takes_in_nothing_of_another_history() {
+    for same_fence in [false, true] {
+        let sandbox = Sandbox::new();
+        let mut database = Database::start(&sandbox);
+        let url = database.create("torchfs");
+        let dir = sandbox.folder("a");
+        let first = lead(&dir, config(&url)).unwrap();
+        store(&first, "k", "1");
+        // Either this leader goes on after the backup, or the next one has the fence that the other history gives, too.
+        let first = (!same_fence).then_some(first);
+        database.stop();
+        let old = database.copy_to("backup");
+        database.restart();
+        let engine = first.unwrap_or_else(|| lead(&dir, config(&url)).unwrap());
+        let mut standby = Standby::open(sandbox.folder("b"), config(&url)).unwrap();
+        for n in 0..4 {
+            store(&engine, &format!("lost{n}"), "v");
+        }
+        eventually("the standby to have it all", || {
+            standby.follow().unwrap();
+            if standby.seen() == engine.durable() { Ok(()) } else { Err(format!("{}", standby.seen())) }
+        });
+        drop(engine);
+        database.stop();
+        database.put_back(&old);
+        database.restart();
+        // The standby looks at nothing of this.
+        let other = lead(&sandbox.folder("c"), config(&url)).unwrap();
+        for n in 0..8 {
+            store(&other, &format!("new{n}"), "v");
+        }
+        drop(other);
+        let error = eventually("an answer of the database", || match standby.follow() {
+            Err(Error::Silent { what }) => Err(what),
+            looked => Ok(looked.expect_err("another history")),
+        });
+        assert!(matches!(error, Error::BackInTime { .. }), "{error}");
+    }
+}
+
+/// A standby behind a proxy that can lose its takeover, whose turn it is to lead. Its lease is so long that no other sign of life
+/// comes while a test runs.
+fn about_to_lead(sandbox: &Sandbox, database: &Database) -> (Proxy, Standby) {
+    let address = "10.9.8.7:6543";
+    let direct = database.create("torchfs");
+    let leader = lead(&sandbox.folder("a"), config(&direct)).unwrap();
+    let proxy = Proxy::start(&database.address(), address.as_bytes());
+    let url = format!("postgres://postgres@{}/torchfs", proxy.address());
+    let lease = Duration::from_secs(100_000);
+    let behind = PostgresConfig { address: address.into(), lease, ..config(&url) };
+    let mut standby = Standby::open(sandbox.folder("b"), behind).unwrap();
+    store(&leader, "k", "v");
+    drop(leader);
+    assert_eq!(standby.follow().unwrap(), Turn::Lead);
+    (proxy, standby)
+}
+
+#[test]
+fn a_database_that_falls_silent_during_a_takeover_costs_a_second_look_only() {
+    for loss in [Loss::Request, Loss::Answer, Loss::Next] {
+        let sandbox = Sandbox::new();
+        let database = Database::start(&sandbox);
+        let (proxy, standby) = about_to_lead(&sandbox, &database);
+        proxy.lose(loss);
+        let Err(standby) = standby.lead().unwrap_or_else(|e| panic!("{loss:?}: {e}")) else {
+            panic!("{loss:?}: it leads although it heard nothing")
+        };
+        assert_eq!(proxy.lost(), 1);
+        let engine =
+            standby.run(&mut |_| ControlFlow::Continue(())).unwrap().expect("nobody told it to stop");
+        assert_eq!(engine.fence().0, 2, "{loss:?}: one takeover is one");
+        assert_eq!(engine.get(b"k").unwrap().as_deref(), Some(&b"v"[..]));
+        store(&engine, "k", "w");
+    }
+}
+
+#[test]
+fn a_leader_counts_its_lease_from_a_sign_of_life_that_others_saw() {
+    let sandbox = Sandbox::new();
+    let database = Database::start(&sandbox);
+    let (proxy, standby) = about_to_lead(&sandbox, &database);
+    proxy.lose(Loss::Answer);
+    let Err(mut standby) = standby.lead().unwrap() else { panic!("it leads although it heard nothing") };
+    eventually("the takeover to be found", || match standby.follow() {
+        Ok(Turn::Lead) => Ok(()),
+        other => Err(format!("{other:?}")),
+    });
+    let counter = || database.sql("torchfs", "SELECT counter FROM torchfs_head").parse::<u64>().unwrap();
+    let before = counter();
+    let engine = standby.lead().unwrap().unwrap_or_else(|_| panic!("nobody else is there"));
+    assert!(counter() > before, "it counts from a moment when nothing was sent");
+    assert!(engine.leads());
+}
+
+#[test]
 fn the_writable_one_of_several_hosts_is_followed_without_losing_a_commit() {
     let sandbox = Sandbox::new();
     let mut primary = Database::start(&sandbox);

@@ -1,7 +1,8 @@
 //! A metadata server that does not lead: it follows the log into its replica and takes over when its time has come.
 //!
 //! # Invariants
-//! - The replica gets only what the log holds.
+//! - The replica gets only what the log holds, of one history: whenever another leadership begins, the log must still have what was
+//!   taken in before.
 //! - A standby counts the leader's silence from its own last look, by its own clock, and begins anew when it could not look.
 //! - Memory is bounded: what is fetched at once, and what is not yet in the replica.
 
@@ -41,6 +42,15 @@ pub struct Leader {
     pub last: Seq,
 }
 
+/// A lead that was taken.
+struct Led {
+    writer: Writer,
+    reign: u64,
+    last: Seq,
+    /// When the sign of life was sent that its lease counts from.
+    sent: Instant,
+}
+
 /// What a standby does next.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Turn {
@@ -65,6 +75,10 @@ pub struct Standby {
     /// and in the overlay; with the leadership under which it was read.
     seen: Seq,
     mark: Mark,
+    /// The replica is not being built: what it holds is all there was at `applied`.
+    whole: bool,
+    /// The leadership under which the history was checked last.
+    checked: Option<(Fence, u64)>,
     /// The head as last seen, and since when its counter stands there.
     head: Option<(Head, Instant)>,
     /// The number of an attempt to take over whose outcome is not known.
@@ -118,6 +132,8 @@ impl Standby {
             applied: Seq(0),
             seen: Seq(0),
             mark: Mark { cluster, ..Mark::default() },
+            whole: true,
+            checked: None,
             head: None,
             attempt: None,
             stored: Instant::now(),
@@ -159,20 +175,49 @@ impl Standby {
         turn
     }
 
-    /// Takes the lead. `None` if another one was faster.
+    /// Takes the lead. Still a standby if another one was faster, or the database fell silent: whether the lead was taken then
+    /// shows at the next look.
     pub fn lead(mut self) -> Result<Result<LogEngine, Box<Standby>>> {
-        let Some((head, _)) = self.head.clone() else { return Ok(Err(Box::new(self))) };
-        let reign = match self.attempt {
-            Some(reign) if reign == head.reign => reign,
-            _ => identity::draw_cluster()?.0 >> 1,
+        let led = match self.take_lead() {
+            Ok(led) => led,
+            Err(Error::Silent { what }) => {
+                tracing::warn!("the metadata's database is silent in the middle of a takeover: {what}");
+                None
+            }
+            Err(error) => return Err(error),
         };
-        let (term, mut sent) = (self.config.lease, Instant::now());
-        let writer = if self.attempt == Some(head.reign) {
-            // An earlier attempt was answered by silence and has succeeded.
-            Writer { cluster: self.cluster, fence: head.fence, incarnation: head.incarnation }
+        let Some(Led { writer, reign, last, sent }) = led else {
+            self.head = None;
+            return Ok(Err(Box::new(self)));
+        };
+        tracing::info!(
+            cluster = format_args!("{:016x}", writer.cluster.0),
+            fence = writer.fence.0,
+            %last,
+            "this metadata server leads"
+        );
+        let Standby { config, disk, replica, target, session, overlay, applied, .. } = self;
+        let engine_config = config.engine.clone();
+        let lease = Lease::new(sent, config.lease);
+        let log = PgLog::new(config, session, &target, writer, reign, lease, last)?;
+        let log = Box::new(log);
+        LogEngine::start(Parts { config: engine_config, disk, replica, log, writer, overlay, applied, last })
+            .map(Ok)
+    }
+
+    fn take_lead(&mut self) -> Result<Option<Led>> {
+        let Some((head, _)) = self.head.clone() else { return Ok(None) };
+        let term = self.config.lease;
+        let (reign, writer, mut sent) = if self.attempt == Some(head.reign) {
+            // An earlier attempt was answered by silence and has succeeded. Others count the silence from that attempt, so
+            // no lease counts from now: it takes a sign of life of its own.
+            let (fence, incarnation) = (head.fence, head.incarnation);
+            (head.reign, Writer { cluster: self.cluster, fence, incarnation }, None)
         } else {
+            let reign = identity::draw_cluster()?.0 >> 1;
             self.attempt = Some(reign);
             let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs() as i64);
+            let asked = Instant::now();
             let rows = self.session.query(
                 schema::TAKE_OVER,
                 &[
@@ -183,59 +228,40 @@ impl Standby {
                     &(term.as_millis() as i64),
                     &now,
                 ],
-            );
-            let row = match rows {
-                Ok(rows) => rows.into_iter().next(),
-                Err(Error::Silent { .. }) => None,
-                Err(error) => return Err(error),
-            };
-            let Some(row) = row else {
-                self.head = None;
-                return Ok(Err(Box::new(self)));
-            };
-            Writer {
-                cluster: self.cluster,
-                fence: Fence(number(&row, 0)?),
-                incarnation: Incarnation(u32::try_from(number(&row, 1)?).unwrap_or(u32::MAX)),
-            }
+            )?;
+            let Some(row) = rows.into_iter().next() else { return Ok(None) };
+            let fence = Fence(number(&row, 0)?);
+            let incarnation = Incarnation(u32::try_from(number(&row, 1)?).unwrap_or(u32::MAX));
+            (reign, Writer { cluster: self.cluster, fence, incarnation }, Some(asked))
         };
         // Nobody else can append now: what is there is all there is.
-        let last = loop {
+        loop {
             let head = Head::of(&self.session.query_one(schema::HEAD, &[])?)?;
             if head.fence != writer.fence || head.reign != reign {
-                self.head = None;
-                return Ok(Err(Box::new(self)));
+                return Ok(None);
             }
-            if self.seen == head.last {
-                break head.last;
+            self.check_head(&head)?;
+            if self.seen == head.last
+                && let Some(sent) = sent
+            {
+                return Ok(Some(Led { writer, reign, last: head.last, sent }));
             }
-            self.take_groups(head.last)?;
+            if self.seen < head.last {
+                self.take_groups(head.last)?;
+            }
             let now = Instant::now();
             let place = head.last.0 as i64;
             if self.session.execute(schema::RENEW, &[&(writer.fence.0 as i64), &place])? == 1 {
-                sent = now;
+                sent = Some(now);
             }
-        };
-        tracing::info!(
-            cluster = format_args!("{:016x}", writer.cluster.0),
-            fence = writer.fence.0,
-            %last,
-            "this metadata server leads"
-        );
-        let Standby { config, disk, replica, target, session, overlay, applied, .. } = self;
-        let engine_config = config.engine.clone();
-        let lease = Lease::new(sent, term);
-        let log = PgLog::new(config, session, &target, writer, reign, lease, last)?;
-        let log = Box::new(log);
-        LogEngine::start(Parts { config: engine_config, disk, replica, log, writer, overlay, applied, last })
-            .map(Ok)
+        }
     }
 
     /// Checks that the log still has what the replica holds, and builds the replica if that is not possible otherwise.
     fn begin(&mut self) -> Result<()> {
         let head = Head::of(&self.session.query_one(schema::HEAD, &[])?)?;
         let mark = self.replica.mark()?.filter(|mark| mark.applied.0 > 0);
-        let Some(mark) = mark else { return self.build(&head) };
+        let Some(mark) = mark else { return self.build() };
         if mark.cluster != self.cluster {
             return Err(Error::Database {
                 what: format!(
@@ -249,7 +275,28 @@ impl Standby {
         }
         self.check_history(&mark, &head)?;
         (self.applied, self.seen, self.mark) = (mark.applied, mark.applied, mark);
+        self.checked = Some((head.fence, head.reign));
         Ok(())
+    }
+
+    /// Checks the history if it may be another one than before: the log is shorter than what was taken in, or another leadership
+    /// began. A leadership never goes on from another place than it was at, so nothing else can bring other batches.
+    fn check_head(&mut self, head: &Head) -> Result<()> {
+        if head.last >= self.seen && self.checked == Some((head.fence, head.reign)) {
+            return Ok(());
+        }
+        self.check_seen(head)?;
+        self.checked = Some((head.fence, head.reign));
+        Ok(())
+    }
+
+    /// Checks that the log has what was taken in.
+    fn check_seen(&mut self, head: &Head) -> Result<()> {
+        // Before the first leadership there is no history.
+        if !self.whole || self.seen.0 == 0 || self.mark.reign == 0 && head.last >= self.seen {
+            return Ok(());
+        }
+        self.check_history(&Mark { applied: self.seen, ..self.mark }, head)
     }
 
     fn check_history(&mut self, mark: &Mark, head: &Head) -> Result<()> {
@@ -278,10 +325,13 @@ impl Standby {
     }
 
     /// Builds the replica from the pairs; the log behind them follows by and by.
-    fn build(&mut self, head: &Head) -> Result<()> {
+    fn build(&mut self) -> Result<()> {
+        self.whole = false;
         self.replica.clear()?;
         self.overlay = Overlay::default();
         let settled = Seq(number(&self.session.query_one(schema::STATE, &[])?, 0)?);
+        // In this order: the leadership is then none that ended before that place.
+        let head = Head::of(&self.session.query_one(schema::HEAD, &[])?)?;
         (self.applied, self.seen) = (settled, settled);
         self.mark = Mark { cluster: self.cluster, applied: Seq(0), fence: head.fence, reign: head.reign };
         let about = number(&self.session.query_one(schema::PAIRS_ABOUT, &[])?, 0)?;
@@ -312,6 +362,7 @@ impl Standby {
         }
         self.mark.applied = settled;
         self.replica.commit(&self.mark, &mut std::iter::empty())?;
+        self.whole = true;
         if done > 0 {
             let took_s = began.elapsed().as_secs();
             tracing::info!(pairs = done, %settled, took_s, "the replica is built");
@@ -322,8 +373,10 @@ impl Standby {
     fn look(&mut self) -> Result<Turn> {
         let asked = Instant::now();
         let head = Head::of(&self.session.query_one(schema::HEAD, &[])?)?;
-        if head.last < self.seen {
-            self.check_history(&Mark { applied: self.seen, ..self.mark }, &head)?;
+        self.check_head(&head)?;
+        if !self.whole {
+            // The database fell silent before the end.
+            self.build()?;
         }
         while self.seen < head.last {
             self.take_groups(head.last)?;
@@ -356,6 +409,9 @@ impl Standby {
                 break;
             }
             if group.fence != self.mark.fence || self.mark.reign == 0 {
+                // Asked for again: the groups may be of a later history than the head that led here.
+                let head = Head::of(&self.session.query_one(schema::HEAD, &[])?)?;
+                self.check_seen(&head)?;
                 let reign = self.session.query_one(schema::REIGN, &[&(group.fence.0 as i64)])?;
                 (self.mark.fence, self.mark.reign) = (group.fence, number(&reign, 0)?);
             }
@@ -369,8 +425,7 @@ impl Standby {
                 %last,
                 "the log does not reach back to this replica any more; it is built anew"
             );
-            let head = Head::of(&self.session.query_one(schema::HEAD, &[])?)?;
-            return self.build(&head);
+            return self.build();
         }
         self.store(false)
     }
