@@ -68,6 +68,8 @@ pub struct Config {
     pub waiting_max: usize,
     /// Extents that one batch removes at most; more are removed by the upkeep.
     pub trim_extents: usize,
+    /// The upkeep works in bounded pieces at most so long in each tick.
+    pub chores_ms: u32,
     /// Inode numbers left out at a start with sessions: those that answers named and a crash took may be replayed. More
     /// than the makes that the engine's queue holds.
     pub ino_gap: u64,
@@ -132,6 +134,7 @@ impl Default for Config {
             events_max: 16_384,
             waiting_max: 4_096,
             trim_extents: 512,
+            chores_ms: 5,
             ino_gap: 1 << 17,
             ids_max: 65_536,
             listen_ms_max: 30_000,

@@ -6,16 +6,20 @@
 
 use std::time::{Duration, Instant};
 
+use parking_lot::MutexGuard;
 use torchfs_proto::record::Orphan;
 use torchfs_proto::{Ino, Result, SessionId, key};
 
 use crate::metrics;
-use crate::namespace::{self, Decision};
+use crate::namespace::{self, Decision, Progress};
 use crate::service::sessions::Ending;
 use crate::service::{Chore, Meta, State};
 
 /// Orphans that one sweep looks at.
 const SWEEP_MAX: usize = 256;
+
+/// Pieces of work in one tick.
+const CHORES_MAX: usize = 64;
 
 /// After so many ticks that did not come, this process has stood still.
 const PAUSE_TICKS: u32 = 4;
@@ -55,14 +59,19 @@ impl Meta {
             self.watch_servers(state, now);
             metrics::upkeep(state.sessions.len(), state.chores.len());
         }
-        self.run_chores(64);
+        let until = now + Duration::from_millis(u64::from(self.config.chores_ms));
+        for _ in 0..CHORES_MAX {
+            if self.run_chores(1) == 0 || self.clock.now() >= until {
+                break;
+            }
+        }
     }
 
     /// Does at most so many pieces of work; answers how many are left.
     pub fn run_chores(&self, most: usize) -> usize {
         for _ in 0..most {
-            let mut state = self.state.lock();
-            let state = &mut *state;
+            let mut guard = self.state.lock();
+            let state = &mut *guard;
             let Some(chore) = state.chores.pop_front() else { return 0 };
             match self.chore(state, chore) {
                 Ok(again) => state.chores.extend(again),
@@ -73,6 +82,8 @@ impl Meta {
                     return state.chores.len();
                 }
             }
+            // Whoever waits goes first: a lock that is taken again at once would keep them out.
+            MutexGuard::unlock_fair(guard);
         }
         self.state.lock().chores.len()
     }
@@ -100,25 +111,25 @@ impl Meta {
         let now = self.clock.now();
         match chore {
             Chore::Empty(volume) => Ok(self.empty_volume(state, volume)?.then_some(chore)),
-            Chore::Reap(node) => {
+            Chore::Reap(node, progress) => {
                 let mut view = self.view(node.0);
-                let done = namespace::remove_orphan(&mut view, node.1, self.config.trim_extents)?;
+                let left = namespace::remove_orphan(&mut view, node.1, progress, self.config.trim_extents)?;
                 if !view.is_clean() {
                     self.order(state, view, now)?;
-                    if done {
+                    if left.is_none() {
                         state.leases.gone(node);
                     }
                 }
-                Ok((!done).then_some(chore))
+                Ok(left.map(|progress| Chore::Reap(node, progress)))
             }
-            Chore::Trim(node) => {
+            Chore::Trim(node, progress) => {
                 let mut view = self.view(node.0);
                 if view.get::<u64>(&key::cut(node.0, node.1))?.is_none() {
                     return Ok(None);
                 }
-                let done = namespace::trim(&mut view, node.1, self.config.trim_extents)?;
+                let left = namespace::trim(&mut view, node.1, progress, self.config.trim_extents)?;
                 self.order(state, view, now)?;
-                Ok((!done).then_some(chore))
+                Ok(left.map(|progress| Chore::Trim(node, progress)))
             }
             Chore::Sweep(volume, after) => {
                 let mut view = self.view(volume);
@@ -139,7 +150,7 @@ impl Meta {
                 let mut decision = Decision::new(torchfs_proto::msg::meta::Done::Ok);
                 for (ino, orphan) in found {
                     if orphan.sessions.is_empty() {
-                        state.chores.push_back(Chore::Reap((volume, ino)));
+                        state.chores.push_back(Chore::Reap((volume, ino), Progress::default()));
                     }
                     for holder in orphan.sessions {
                         if !state.sessions.contains_key(&holder) {
@@ -159,7 +170,8 @@ impl Meta {
                     for ino in decision.gone {
                         state.leases.gone((volume, ino));
                     }
-                    state.chores.extend(decision.upkeep.into_iter().map(|ino| Chore::Reap((volume, ino))));
+                    let reap = |ino| Chore::Reap((volume, ino), Progress::default());
+                    state.chores.extend(decision.upkeep.into_iter().map(reap));
                 }
                 Ok(last.map(|ino| Chore::Sweep(volume, ino)))
             }

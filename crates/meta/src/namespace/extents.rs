@@ -155,41 +155,72 @@ impl Edit<'_, '_> {
     }
 }
 
-/// Removes runs beyond a cut, at most so many; answers whether none is left.
-pub fn trim(view: &mut View<'_>, ino: Ino, limit: usize) -> Result<bool> {
+/// How far work on a file's extents has come, so that it goes on there: what it removed already is slow to pass by until the
+/// next checkpoint.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Progress {
+    /// From where on runs are removed.
+    from: u64,
+    /// None is left before this byte.
+    upto: u64,
+}
+
+impl Progress {
+    /// Where to go on with the removal of all runs from this byte on.
+    fn start(self, from: u64) -> u64 {
+        if from == self.from { self.upto.max(from) } else { from }
+    }
+}
+
+/// Removes runs beyond a cut, at most so many; answers where to go on, if some are left.
+pub fn trim(view: &mut View<'_>, ino: Ino, progress: Progress, limit: usize) -> Result<Option<Progress>> {
     view.frees = true;
     let Some(mut inode) = view.find_inode(ino)? else {
         view.delete(key::cut(view.volume, ino));
-        return Ok(true);
+        return Ok(None);
     };
     let Some(cut) = inode.cut else {
         view.delete(key::cut(view.volume, ino));
-        return Ok(true);
+        return Ok(None);
     };
-    let more = remove_from(view, ino, &mut inode, cut, limit)?;
-    if !more {
+    let left = remove_from(view, ino, &mut inode, progress.start(cut), limit)?;
+    if left.is_none() {
         inode.cut = None;
         view.delete(key::cut(view.volume, ino));
     }
     view.put_inode(ino, &inode);
-    Ok(!more)
+    Ok(left.map(|upto| Progress { from: cut, upto }))
 }
 
-/// Removes runs that begin at or after this byte, at most so many; answers whether some are left.
-pub(super) fn remove_from(
+/// Removes all runs of a file, at most so many; answers where to go on, if some are left.
+pub(super) fn remove_runs(
+    view: &mut View<'_>,
+    ino: Ino,
+    inode: &mut record::Inode,
+    progress: Progress,
+    limit: usize,
+) -> Result<Option<Progress>> {
+    let left = remove_from(view, ino, inode, progress.start(0), limit)?;
+    // Nobody should have written meanwhile; if somebody did, it shows here.
+    let left = left.or((inode.stored > 0 && progress.upto > 0).then_some(0));
+    Ok(left.map(|upto| Progress { from: 0, upto }))
+}
+
+/// Removes runs that begin at or after this byte, at most so many; answers where the first one begins that is left.
+fn remove_from(
     view: &mut View<'_>,
     ino: Ino,
     inode: &mut record::Inode,
     from: u64,
     limit: usize,
-) -> Result<bool> {
+) -> Result<Option<u64>> {
     let mut runs = Vec::new();
-    let mut more = false;
+    let mut left = None;
     let start = key::extent(view.volume, ino, from);
     let end = key::after(&key::extents(view.volume, ino));
     view.scan(&start, &end, false, &mut |key, run: record::Extent| {
         if runs.len() == limit {
-            more = true;
+            left = Some(offset_of(key));
             return ControlFlow::Break(());
         }
         runs.push((offset_of(key), run));
@@ -201,14 +232,14 @@ pub(super) fn remove_from(
         edit.remove_part(run, 0, u64::MAX);
     }
     changes.apply(view)?;
-    Ok(more)
+    Ok(left)
 }
 
 /// One piece of work that comes before an operation, as a batch of its own; answers whether runs are left for the upkeep.
 pub fn work(view: &mut View<'_>, first: First, limit: usize) -> Result<Option<Ino>> {
     view.frees = true;
     match first {
-        First::Trim(ino) => trim(view, ino, limit).map(|_| None),
+        First::Trim(ino) => trim(view, ino, Progress::default(), limit).map(|_| None),
         First::Cut(ino, size) => {
             let mut inode = file(view, ino)?;
             let mut changes = BlockChanges::default();

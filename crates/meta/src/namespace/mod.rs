@@ -32,7 +32,7 @@ mod xattrs;
 pub use blocks::BlockChanges;
 pub use commit::commit;
 pub use copy_range::{Copy, copy_range};
-pub use extents::{extents, trim, work};
+pub use extents::{Progress, extents, trim, work};
 pub use getattr::getattr;
 pub use link::link;
 pub use lock::{Held, held_locks, in_the_way, release_locks, set_lock};

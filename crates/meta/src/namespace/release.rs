@@ -4,7 +4,7 @@ use torchfs_proto::msg::meta::{Done, RELEASE_MAX};
 use torchfs_proto::record::{self, Answered, Orphan, Xattr};
 use torchfs_proto::{Ino, Result, SessionId, key};
 
-use super::extents::{overlaps_more_than, remove_from};
+use super::extents::{Progress, overlaps_more_than, remove_runs};
 use super::{Ctx, Decision};
 use crate::view::View;
 
@@ -69,46 +69,60 @@ pub(super) fn remove_inode(
     if inode.has_xattrs() && view.list::<Xattr>(&key::xattrs(view.volume, ino), trim + 1)?.len() > trim {
         return Ok(false);
     }
-    remove_all(view, ino, inode.clone(), trim)
+    Ok(remove_all(view, ino, inode.clone(), Progress::default(), trim)?.is_none())
 }
 
-/// Removes a part of an orphan that nobody holds; answers whether nothing is left of it.
-pub fn remove_orphan(view: &mut View<'_>, ino: Ino, trim: usize) -> Result<bool> {
+/// Removes a part of an orphan that nobody holds; answers where to go on, if something is left of it.
+pub fn remove_orphan(
+    view: &mut View<'_>,
+    ino: Ino,
+    progress: Progress,
+    trim: usize,
+) -> Result<Option<Progress>> {
     view.frees = true;
     let at = key::orphan(view.volume, ino);
     match view.get::<Orphan>(&at)? {
         Some(orphan) if orphan.sessions.is_empty() => {}
         // Held again (it got a name meanwhile), or gone.
-        _ => return Ok(true),
+        _ => return Ok(None),
     }
-    let done = match view.find_inode(ino)? {
-        Some(inode) => remove_all(view, ino, inode, trim)?,
-        None => true,
+    let left = match view.find_inode(ino)? {
+        Some(inode) => remove_all(view, ino, inode, progress, trim)?,
+        None => None,
     };
-    if done {
+    if left.is_none() {
         view.delete(at);
     }
-    Ok(done)
+    Ok(left)
 }
 
-fn remove_all(view: &mut View<'_>, ino: Ino, mut inode: record::Inode, trim: usize) -> Result<bool> {
-    let more = inode.stored > 0 && remove_from(view, ino, &mut inode, 0, trim)?;
+fn remove_all(
+    view: &mut View<'_>,
+    ino: Ino,
+    mut inode: record::Inode,
+    progress: Progress,
+    trim: usize,
+) -> Result<Option<Progress>> {
+    let mut next = None;
+    if inode.stored > 0 {
+        next = remove_runs(view, ino, &mut inode, progress, trim)?;
+    }
     let mut left = 0;
-    if !more && inode.has_xattrs() {
+    if next.is_none() && inode.has_xattrs() {
         let xattrs = view.list::<Xattr>(&key::xattrs(view.volume, ino), trim + 1)?;
         left = xattrs.len().saturating_sub(trim);
         for (at, _) in xattrs.into_iter().take(trim) {
             view.delete(at);
         }
     }
-    if more || left > 0 {
+    if next.is_some() || left > 0 {
         view.put_inode(ino, &inode);
-        return Ok(false);
+        return Ok(Some(next.unwrap_or(progress)));
     }
     if inode.cut.is_some() {
         view.delete(key::cut(view.volume, ino));
     }
     view.delete(key::inode(view.volume, ino));
     view.count(|counters| counters.inodes = counters.inodes.saturating_sub(1))?;
-    Ok(true)
+    Ok(None)
 }

@@ -29,7 +29,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use torchfs_engine::Engine;
 use torchfs_proto::clock::Clock;
 use torchfs_proto::msg::meta::{Done, Event, Grant, Op, Reply, Request};
@@ -40,7 +40,7 @@ use crate::config::Config;
 use crate::leases::{Conflict, Data, Leases, Node};
 use crate::members::Members;
 use crate::metrics;
-use crate::namespace::{self, Against, Copy, Ctx, Decision, End};
+use crate::namespace::{self, Against, Copy, Ctx, Decision, End, Progress};
 use crate::repair::Repairs;
 use crate::rests::Rests;
 use crate::table::Table;
@@ -103,9 +103,9 @@ pub(crate) struct Grace {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Chore {
     /// Remove an orphan that nobody holds.
-    Reap(Node),
+    Reap(Node, Progress),
     /// Remove extents beyond a cut.
-    Trim(Node),
+    Trim(Node, Progress),
     /// Take ended sessions off the orphans after this one.
     Sweep(VolumeId, Ino),
     /// Remove what is in a removed volume.
@@ -241,12 +241,17 @@ impl Meta {
 
     /// One pass through the critical section.
     fn step(&self, request: &Request, hold: &mut Hold<'_>) -> Step {
-        let mut state = self.state.lock();
-        let state = &mut *state;
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
         let now = self.clock.now();
         metrics::request(&request.op);
         let before = self.engine.ordered();
         match self.serve(state, request, hold, now) {
+            Ok(Step::Again) => {
+                // Comes back at once: those who wait go first.
+                MutexGuard::unlock_fair(guard);
+                Step::Again
+            }
             Ok(step) => step,
             Err(fault) => {
                 // A refusal rests on what was read as much as any other answer.
@@ -394,8 +399,8 @@ impl Meta {
             state.leases.gone((volume, *ino));
         }
         for ino in &decision.upkeep {
-            state.chores.push_back(Chore::Reap((volume, *ino)));
-            state.chores.push_back(Chore::Trim((volume, *ino)));
+            state.chores.push_back(Chore::Reap((volume, *ino), Progress::default()));
+            state.chores.push_back(Chore::Trim((volume, *ino), Progress::default()));
         }
     }
 
@@ -414,7 +419,7 @@ impl Meta {
         | namespace::First::Punch(ino, _, _)) = first;
         let seq = self.order(state, view, self.clock.now())?;
         state.rests.changed((volume, ino), seq, session);
-        state.chores.extend(left.map(|ino| Chore::Trim((volume, ino))));
+        state.chores.extend(left.map(|ino| Chore::Trim((volume, ino), Progress::default())));
         Ok(Step::Again)
     }
 

@@ -20,6 +20,7 @@ use crate::dumps::Dumps;
 use crate::error::Error;
 use crate::leases::Leases;
 use crate::members::Members;
+use crate::namespace::Progress;
 use crate::repair::Repairs;
 use crate::rests::Rests;
 use crate::table::Table;
@@ -214,7 +215,7 @@ fn load_volume(
     let cuts = key::space(volume, key::Space::Cut);
     view.scan(&cuts, &key::after(&cuts), false, &mut |at, _: u64| {
         if let Some(ino) = key::Parts::of(at).and_then(|parts| parts.u64_at(0)) {
-            chores.push_back(Chore::Trim((volume, Ino(ino))));
+            chores.push_back(Chore::Trim((volume, Ino(ino)), Progress::default()));
         }
         ControlFlow::Continue(())
     })?;

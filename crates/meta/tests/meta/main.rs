@@ -13,4 +13,5 @@ mod servers;
 mod sessions;
 mod standstill;
 mod volumes;
+mod watched;
 mod world;

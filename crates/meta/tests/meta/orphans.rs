@@ -1,11 +1,13 @@
 //! Files without a name, while somebody may have them open.
 
+use torchfs_meta::Config;
 use torchfs_proto::attr::Kind;
 use torchfs_proto::extent::{RangeOp, Source};
 use torchfs_proto::msg::meta::{Done, Event, Make, Op};
-use torchfs_proto::{Code, Ino};
+use torchfs_proto::{Code, Ino, VolumeId, key};
 
 use crate::content::{block, commit, nth, within};
+use crate::watched::{Scan, Watched};
 use crate::world::{World, raw};
 
 fn inodes(world: &World) -> u64 {
@@ -130,4 +132,48 @@ fn many_large_files_are_released_in_one_request() {
     assert_eq!(inodes(&world), 1);
     assert_eq!(world.blocks(), []);
     assert_eq!(world.problems(), Vec::<String>::new());
+}
+
+/// A file of many runs that is unlinked; the upkeep has begun to remove it.
+fn leaving(world: &World, runs: u64) -> Ino {
+    let mut a = world.client();
+    let f = a.file(world, "f");
+    let grant = a.open_write(world, f);
+    let write = |n| RangeOp::Write { offset: n * 20, len: 1, source: Source::Inline(raw("x")) };
+    a.call(world, commit(f, grant, vec![], (0..runs).map(write).collect())).unwrap();
+    a.call(world, Op::Unlink { parent: Ino::ROOT, name: raw("f"), idle: Some(f) }).unwrap();
+    f
+}
+
+/// The scans over the runs of a file: how far from its beginning they began, in bytes.
+fn begins(scans: &[Scan], ino: Ino) -> Vec<u64> {
+    let runs = key::extents(VolumeId(1), ino);
+    let of = scans.iter().filter(|(from, _)| from.starts_with(&runs));
+    of.filter_map(|(from, _)| key::Parts::of(from).and_then(|parts| parts.u64_at(8))).collect()
+}
+
+#[test]
+fn removing_a_large_file_goes_on_where_it_was() {
+    let (world, engine) = Watched::world(Config { trim_extents: 10, ..Config::default() });
+    while world.meta.run_chores(1) > 0 {}
+    let f = leaving(&world, 100);
+    engine.scans();
+    while world.meta.run_chores(1) > 0 {}
+    let began = begins(&engine.scans(), f);
+    assert_eq!(began, (0..10).map(|piece| piece * 200).collect::<Vec<_>>());
+    assert_eq!(inodes(&world), 1);
+    assert_eq!(world.problems(), Vec::<String>::new());
+}
+
+#[test]
+fn a_tick_works_no_longer_than_it_may() {
+    let (world, engine) = Watched::world(Config { trim_extents: 10, chores_ms: 0, ..Config::default() });
+    while world.meta.run_chores(1) > 0 {}
+    let f = leaving(&world, 100);
+    engine.scans();
+    for ticks in 1..=3 {
+        world.meta.tick();
+        assert!(begins(&engine.scans(), f).len() <= 1, "tick {ticks}");
+    }
+    assert!(world.meta.run_chores(1) > 0, "there is more to do");
 }
