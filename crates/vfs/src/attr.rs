@@ -71,7 +71,7 @@ impl Vfs {
             let Done::Attr(attr) = changed.done else { return Err(unexpected("setattr", &changed.done)) };
             let meta = &vfs.0.meta;
             let mut state = node.lock();
-            state.mark = state.mark.max(changed.seq);
+            state.changed_at(changed.seq);
             state.xattrs = if set.kill_privileges || set.uid.is_some() || set.gid.is_some() {
                 None
             } else {

@@ -308,6 +308,9 @@ impl Vfs {
         };
         let (attr, appended, mark) = self.send_commit(node, commit).await?;
         self.committed(node, asked, &ranges, attr, mark);
+        if kill_privileges {
+            node.lock().xattrs = None;
+        }
         Ok(appended)
     }
 
@@ -360,7 +363,7 @@ impl Vfs {
         let protected = current && self.0.meta.holds(node.ino, lease::WRITE).is_some();
         let epoch = self.0.meta.lease_epoch();
         let mut state = node.lock();
-        state.mark = state.mark.max(mark);
+        state.changed_at(mark);
         let file = state.file();
         file.applied(ranges, &attr, epoch, protected);
         state.learn(&self.0.meta, attr, current);
@@ -535,6 +538,10 @@ impl Vfs {
             Err(fault) => Some(fault),
         };
         let mut state = node.lock();
+        if round.kill_privileges {
+            // Capabilities are among them, and may have been asked for since the write.
+            state.xattrs = None;
+        }
         let gone = state.gone;
         let compact = self.0.config.compact_extents;
         let file = state.file();

@@ -138,7 +138,7 @@ impl Vfs {
                 };
                 vfs.end(&folder, asked, mark, &[(name, Some(ino))], added(&attr, 0));
                 vfs.learned(&node, attr.clone(), asked);
-                node.lock().mark = mark;
+                node.lock().changed_at(mark);
                 Ok((node, attr))
             })
             .await?;
@@ -256,13 +256,14 @@ impl Vfs {
             }
             if let Some(node) = vfs.find_node(attr.ino) {
                 vfs.learned(&node, attr, asked);
-                node.lock().mark = mark;
+                node.lock().changed_at(mark);
             }
             match other {
                 Some(other) if !exchanged => vfs.lost_name(other, held, mark),
                 Some(other) => {
                     if let Some(node) = vfs.find_node(other.ino) {
                         vfs.learned(&node, other, asked);
+                        node.lock().changed_at(mark);
                     }
                 }
                 None => {}
@@ -431,7 +432,7 @@ impl Vfs {
             let (meta, epoch) = (&vfs.0.meta, vfs.0.meta.lease_epoch());
             {
                 let mut state = node.lock();
-                state.mark = state.mark.max(mark);
+                state.changed_at(mark);
                 if created {
                     match make.kind {
                         Kind::Dir
@@ -532,7 +533,7 @@ impl Vfs {
     fn ended(&self, state: &mut State, mark: Mark) {
         state.busy = state.busy.saturating_sub(1);
         state.changes += 1;
-        state.mark = state.mark.max(mark);
+        state.changed_at(mark);
         if state.busy == 0 {
             state.overlap = false;
         }
@@ -599,7 +600,7 @@ impl Vfs {
         self.learned(&node, attr, asked);
         let open = {
             let mut state = node.lock();
-            state.mark = state.mark.max(mark);
+            state.changed_at(mark);
             if last {
                 state.orphan = true;
                 state.gone = !held;

@@ -217,6 +217,11 @@ impl State {
         self.attr = Some(attr);
     }
 
+    /// A change of it by this session was answered. Answers may come in another order than the changes happened.
+    pub(crate) fn changed_at(&mut self, mark: Mark) {
+        self.mark = self.mark.max(mark);
+    }
+
     /// Own changes of a folder: its attributes follow without asking. `None` if that is not known well enough.
     pub(crate) fn predict(&mut self, meta: &Meta, change: &FolderChange) {
         let held = self.fresh == Some(meta.lease_epoch());

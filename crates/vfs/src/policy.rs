@@ -93,7 +93,7 @@ impl Vfs {
             let Changed { done, seq } = vfs.0.meta.change(Op::SetPolicy { ino, policy }).await?;
             {
                 let mut state = node.lock();
-                state.mark = state.mark.max(seq);
+                state.changed_at(seq);
                 match done {
                     Done::Attr(attr) => state.learn(&vfs.0.meta, attr, vfs.is_current(asked)),
                     _ => state.doubt_attr(),

@@ -70,7 +70,7 @@ impl Vfs {
 
     async fn xattrs(&self, ino: Ino) -> Result<Arc<Vec<(Raw, Raw)>>> {
         let node = self.node(ino);
-        {
+        let mark = {
             let state = node.lock();
             if let Some((attr, _)) = state.find_attr(&self.0.meta) {
                 if attr.flags & flags::XATTRS == 0 {
@@ -80,13 +80,16 @@ impl Vfs {
                     return Ok(all.clone());
                 }
             }
-        }
+            state.mark
+        };
         let asked = self.asked();
         let done = self.0.meta.ask(Op::Xattrs { ino }).await?;
         let Done::Xattrs(all) = done else { return Err(unexpected("xattrs", &done)) };
         let all = Arc::new(all);
-        if self.is_current(asked) && self.0.meta.holds(ino, lease::ATTR).is_some() {
-            node.lock().xattrs = Some(all.clone());
+        let mut state = node.lock();
+        // A change of our own that was answered meanwhile may be newer than this.
+        if self.is_current(asked) && state.mark == mark && self.0.meta.holds(ino, lease::ATTR).is_some() {
+            state.xattrs = Some(all.clone());
         }
         Ok(all)
     }
@@ -99,7 +102,7 @@ impl Vfs {
             let mut state = node.lock();
             state.xattrs = None;
             let Changed { done, seq } = changed?;
-            state.mark = state.mark.max(seq);
+            state.changed_at(seq);
             match done {
                 Done::Attr(attr) => state.learn(&vfs.0.meta, attr, vfs.is_current(asked)),
                 _ => state.doubt_attr(),

@@ -54,6 +54,25 @@ fn names_changed_while_the_lease_had_run_out_are_known_when_its_renewal_comes_la
 }
 
 #[test]
+fn an_extended_attribute_that_was_set_is_not_hidden_by_an_older_answer() {
+    run(|world| async move {
+        let vfs = world.mount().await;
+        let ino = vfs.make(WHO, Ino::ROOT, b"f", Kind::File, 0o644, 0, b"").await.unwrap().attr.ino;
+        vfs.setxattr(WHO, ino, b"user.a", b"old", 0).await.unwrap();
+        world.late_xattrs.store(true, Ordering::Release);
+        let asking = tokio::spawn({
+            let vfs = vfs.clone();
+            async move { vfs.getxattr(ino, b"user.a").await }
+        });
+        until(|| async { world.xattrs_late.load(Ordering::Acquire) == 1 }).await;
+        vfs.setxattr(WHO, ino, b"user.a", b"new", 0).await.unwrap();
+        world.late_xattrs.store(false, Ordering::Release);
+        assert_eq!(asking.await.unwrap().unwrap(), "old");
+        assert_eq!(vfs.getxattr(ino, b"user.a").await.unwrap(), "new");
+    });
+}
+
+#[test]
 fn foreseen_attributes_of_a_folder_are_those_of_the_service() {
     run(|world| async move {
         let vfs = world.mount().await;

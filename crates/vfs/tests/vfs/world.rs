@@ -81,12 +81,15 @@ pub struct World {
     /// So many commits more arrive under leases that have run out.
     pub late_commits: Arc<AtomicU64>,
     /// The service hears renewals, and its answers stay on the way while this is set.
-    pub late_renewals: Arc<AtomicBool>,
+    pub late_renewals: AtomicBool,
     /// The same for locks.
-    pub late_locks: Arc<AtomicBool>,
+    pub late_locks: AtomicBool,
     /// So many commits more reach the service, and so many were answered.
     pub commits_left: Arc<AtomicU64>,
     pub commits: Arc<AtomicU64>,
+    /// The service answers questions for extended attributes, and its answers stay on the way while this is set; how many do.
+    pub late_xattrs: AtomicBool,
+    pub xattrs_late: AtomicU64,
     servers: HashMap<String, Arc<Server>>,
     _background: Background,
 }
@@ -116,10 +119,12 @@ impl World {
             service,
             calls: Arc::default(),
             late_commits: Arc::default(),
-            late_renewals: Arc::default(),
-            late_locks: Arc::default(),
+            late_renewals: AtomicBool::default(),
+            late_locks: AtomicBool::default(),
             commits_left: Arc::new(AtomicU64::new(u64::MAX)),
             commits: Arc::default(),
+            late_xattrs: AtomicBool::default(),
+            xattrs_late: AtomicU64::default(),
             servers,
             _background: background,
         })
@@ -248,8 +253,8 @@ impl Service for Counted {
         if !upkeep {
             self.0.calls.fetch_add(1, Ordering::AcqRel);
         }
+        let world = self.0.clone();
         if let Ok(meta::Op::Commit(_)) = op {
-            let world = self.0.clone();
             return Box::pin(async move {
                 let left = &world.commits_left;
                 while left.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less).is_err() {
@@ -260,15 +265,18 @@ impl Service for Counted {
                 answer
             });
         }
-        let late = match op {
-            Ok(meta::Op::Renew) => Some(self.0.late_renewals.clone()),
-            Ok(meta::Op::Lock { .. }) => Some(self.0.late_locks.clone()),
-            _ => None,
-        };
-        let answer = self.0.service.clone().call(peer, request);
-        let Some(late) = late else { return answer };
+        let answer = world.service.clone().call(peer, request);
         Box::pin(async move {
             let answer = answer.await;
+            let late = match op {
+                Ok(meta::Op::Renew) => &world.late_renewals,
+                Ok(meta::Op::Lock { .. }) => &world.late_locks,
+                Ok(meta::Op::Xattrs { .. }) => {
+                    world.xattrs_late.fetch_add(1, Ordering::AcqRel);
+                    &world.late_xattrs
+                }
+                _ => return answer,
+            };
             while late.load(Ordering::Acquire) {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
