@@ -188,7 +188,9 @@ impl Handler for Ops {
                 vfs.setlk(ino, lock.fh, asked, wait).await.map(|()| Reply::done())
             }),
             Op::Fallocate { fh, offset, length, mode } => self.answer(async move {
-                vfs.fallocate(ino, fh, mode.cast_signed(), offset, length).await.map(|()| Reply::done())
+                vfs.fallocate(caller, ino, fh, mode.cast_signed(), offset, length)
+                    .await
+                    .map(|()| Reply::done())
             }),
             Op::Lseek { fh, offset, whence } => self.answer(async move {
                 let seek = match whence.cast_signed() {
@@ -205,7 +207,8 @@ impl Handler for Ops {
                 let len = if wide { len } else { len.min(COPY_MAX) };
                 self.answer(async move {
                     let to = Ino(out_inode);
-                    let count = vfs.copy_file_range(ino, fh, offset, to, out_fh, out_offset, len).await?;
+                    let count =
+                        vfs.copy_file_range(caller, ino, fh, offset, to, out_fh, out_offset, len).await?;
                     Ok(if wide { Reply::number(count) } else { Reply::written(count as u32) })
                 })
             }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use torchfs_client::Changed;
-use torchfs_proto::attr::SIZE_MAX;
+use torchfs_proto::attr::{SIZE_MAX, SetAttr, flags};
 use torchfs_proto::extent::{RangeOp, Source};
 use torchfs_proto::msg::meta::{Done, Op};
 use torchfs_proto::{Code, Fault, Ino, Result};
@@ -14,7 +14,7 @@ use torchfs_proto::{Code, Fault, Ino, Result};
 use crate::commit::STALE_TRIES;
 use crate::node::{Changing, Inode};
 use crate::write::now;
-use crate::{Fh, Seek, Vfs, unexpected};
+use crate::{Caller, Fh, Seek, Vfs, unexpected};
 
 const KEEP_SIZE: i32 = 1;
 const PUNCH_HOLE: i32 = 2;
@@ -22,7 +22,15 @@ const ZERO_RANGE: i32 = 0x10;
 
 impl Vfs {
     /// Extends, punches or zeroes a range. Space is not set aside: blocks are written where and when they come.
-    pub async fn fallocate(&self, ino: Ino, fh: Fh, mode: i32, offset: u64, len: u64) -> Result<()> {
+    pub async fn fallocate(
+        &self,
+        caller: Caller,
+        ino: Ino,
+        fh: Fh,
+        mode: i32,
+        offset: u64,
+        len: u64,
+    ) -> Result<()> {
         let handle = self.handle(fh)?;
         let end =
             offset.checked_add(len).filter(|end| *end <= SIZE_MAX).ok_or(Fault::from(Code::TooLarge))?;
@@ -31,7 +39,7 @@ impl Vfs {
         }
         let ops = match mode {
             0 => vec![RangeOp::Extend { size: end }],
-            KEEP_SIZE => return Ok(()),
+            KEEP_SIZE => Vec::new(),
             m if m == PUNCH_HOLE | KEEP_SIZE || m == ZERO_RANGE | KEEP_SIZE => {
                 vec![RangeOp::Punch { offset, len }]
             }
@@ -43,6 +51,10 @@ impl Vfs {
         handle.wrote();
         handle.check()?;
         let node = handle.node.clone();
+        self.kill_privileges(caller, ino).await?;
+        if ops.is_empty() {
+            return Ok(());
+        }
         if !self.holds_for(ino, true) {
             self.open_data(&node, true).await?;
         }
@@ -59,6 +71,20 @@ impl Vfs {
         })
         .await?;
         handle.check()
+    }
+
+    /// Takes set-user-id, set-group-id and capabilities away before others than root change content. The kernel says with each write
+    /// when to do so, and leaves these operations to us.
+    async fn kill_privileges(&self, caller: Caller, ino: Ino) -> Result<()> {
+        if caller.uid == 0 {
+            return Ok(());
+        }
+        let attr = self.getattr(ino, None).await?.attr;
+        if attr.mode & 0o6000 == 0 && attr.flags & flags::XATTRS == 0 {
+            return Ok(());
+        }
+        let set = SetAttr { kill_privileges: true, ..SetAttr::default() };
+        self.setattr(ino, None, set).await.map(drop)
     }
 
     /// The next data or hole.
@@ -102,6 +128,7 @@ impl Vfs {
     #[allow(clippy::too_many_arguments)]
     pub async fn copy_file_range(
         &self,
+        caller: Caller,
         ino_in: Ino,
         fh_in: Fh,
         off_in: u64,
@@ -120,6 +147,7 @@ impl Vfs {
         }
         to.wrote();
         to.check()?;
+        self.kill_privileges(caller, ino_out).await?;
         let (from, to) = (from.node.clone(), to.node.clone());
         if !self.holds_for(ino_out, true) {
             self.open_data(&to, true).await?;
@@ -170,7 +198,7 @@ impl Vfs {
         let Done::Committed { attr, copied, .. } = done else { return Err(unexpected("copy", &done)) };
         let epoch = self.0.meta.lease_epoch();
         let mut state = to.lock();
-        state.mark = state.mark.max(seq);
+        state.changed_at(seq);
         // What the range holds now is known to the service only.
         state.file().applied(&[], &attr, epoch, false);
         state.learn(&self.0.meta, attr, self.is_current(asked));

@@ -418,6 +418,27 @@ fn writing_takes_set_user_id_away() {
         &format!("setpriv --reuid=1 --regid=1 --clear-groups sh -c 'echo y >&3' 3>>{}", path.display()),
     );
     assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o777);
+    // So do other changes of content.
+    let open = || File::options().read(true).write(true).open(&path).unwrap();
+    let (file, source) = (open(), ground.at("source"));
+    fs::write(&source, "xyz").unwrap();
+    let source = File::open(source).unwrap();
+    let changes: [&(dyn Fn() + Sync); 4] = [
+        &|| sys::fallocate(&file, 0, 0, 100).unwrap(),
+        &|| sys::fallocate(&file, libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, 0, 10).unwrap(),
+        &|| sys::fallocate(&file, libc::FALLOC_FL_ZERO_RANGE, 0, 10).unwrap(),
+        &|| assert_eq!(sys::copy_range(&source, 0, &file, 0, 3).unwrap(), 3),
+    ];
+    for (number, change) in changes.into_iter().enumerate() {
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o6777)).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                sys::use_files_as(1);
+                change();
+            });
+        });
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o777, "change {number}");
+    }
 }
 
 #[test]

@@ -8,9 +8,9 @@ use bytes::Bytes;
 use futures_util::FutureExt;
 use torchfs_proto::attr::SetAttr;
 use torchfs_proto::{Code, Ino};
-use torchfs_vfs::{Config, NoHost, Seek, Vfs, WriteFlags};
+use torchfs_vfs::{Caller, Config, NoHost, Seek, Vfs, WriteFlags};
 
-use crate::world::{Kernel, Rng, close, content, create, read, rounds, run, until, write};
+use crate::world::{Kernel, Rng, WHO, close, content, create, read, rounds, run, until, write};
 
 #[test]
 fn what_is_written_is_read_back_before_and_after_it_is_committed() {
@@ -86,17 +86,17 @@ fn random_operations_agree_with_an_array_of_bytes() {
                         model.resize(from, 0);
                     }
                     1 => {
-                        vfs.fallocate(ino, opened.fh, 3, range.start, len).await.unwrap();
+                        vfs.fallocate(WHO, ino, opened.fh, 3, range.start, len).await.unwrap();
                         let end = to.min(model.len());
                         model[from.min(end)..end].fill(0);
                     }
                     2 => {
-                        vfs.fallocate(ino, opened.fh, 0x10, range.start, len).await.unwrap();
+                        vfs.fallocate(WHO, ino, opened.fh, 0x10, range.start, len).await.unwrap();
                         model.resize(model.len().max(to), 0);
                         model[from..to].fill(0);
                     }
                     3 => {
-                        vfs.fallocate(ino, opened.fh, 0, range.start, len).await.unwrap();
+                        vfs.fallocate(WHO, ino, opened.fh, 0, range.start, len).await.unwrap();
                         model.resize(model.len().max(to), 0);
                     }
                     4 => vfs.fsync(ino, opened.fh, false).await.unwrap(),
@@ -108,7 +108,7 @@ fn random_operations_agree_with_an_array_of_bytes() {
                         let target = rng.below(most);
                         let apart = target + len <= range.start || range.end <= target;
                         let copied = vfs
-                            .copy_file_range(ino, opened.fh, range.start, ino, opened.fh, target, len)
+                            .copy_file_range(WHO, ino, opened.fh, range.start, ino, opened.fh, target, len)
                             .await;
                         if !apart {
                             assert_eq!(copied.map_err(|fault| fault.code), Err(Code::Invalid));
@@ -291,6 +291,32 @@ fn bytes_that_were_lost_are_not_left_in_the_kernels_pages() {
 }
 
 #[test]
+fn whoever_changes_content_takes_set_user_id_away() {
+    run(|world| async move {
+        let vfs = world.mount().await;
+        let caller = Caller { uid: 1000, gid: 1000, pid: 1 };
+        let (source, from) = create(&vfs, "source").await;
+        write(&vfs, source, from.fh, 0, vec![1; 10_000]).await;
+        let (ino, opened) = create(&vfs, "file").await;
+        write(&vfs, ino, opened.fh, 0, vec![1; 10_000]).await;
+        for who in [WHO, caller] {
+            for (mode, len) in [(0, 5), (0, 50_000), (1, 10), (3, 10), (0x10, 10), (0x11, 10), (-1, 10)] {
+                let set = SetAttr { mode: Some(0o6755), ..SetAttr::default() };
+                vfs.setattr(ino, None, set).await.unwrap();
+                if mode >= 0 {
+                    vfs.fallocate(who, ino, opened.fh, mode, 0, len).await.unwrap();
+                } else {
+                    let copied = vfs.copy_file_range(who, source, from.fh, 0, ino, opened.fh, 0, len).await;
+                    assert_eq!(copied, Ok(len));
+                }
+                let left = vfs.getattr(ino, None).await.unwrap().attr.mode;
+                assert_eq!(left, if who.uid == 0 { 0o6755 } else { 0o755 }, "{mode:#x}");
+            }
+        }
+    });
+}
+
+#[test]
 fn an_unlinked_file_stays_usable_until_it_is_closed() {
     run(|world| async move {
         let vfs = world.mount().await;
@@ -378,10 +404,11 @@ fn interrupted_calls_leave_nothing_broken() {
                         let _ = vfs.read(ino, opened.fh, range.start, 100_000, 0).now_or_never();
                     }
                     2 => {
-                        let _ =
-                            vfs.fallocate(ino, opened.fh, 3, range.start, data.len() as u64).now_or_never();
+                        let _ = vfs
+                            .fallocate(WHO, ino, opened.fh, 3, range.start, data.len() as u64)
+                            .now_or_never();
                         // It happens, now or a little later: a second one of the same kind waits for it.
-                        vfs.fallocate(ino, opened.fh, 3, range.start, data.len() as u64).await.unwrap();
+                        vfs.fallocate(WHO, ino, opened.fh, 3, range.start, data.len() as u64).await.unwrap();
                         model[from..to].fill(0);
                     }
                     3 => {

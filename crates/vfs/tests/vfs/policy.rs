@@ -111,7 +111,7 @@ fn files_that_share_blocks_go_on_sharing_them_when_they_are_written_again() {
         write(&vfs, first, opened.fh, 0, bytes.clone()).await;
         let (second, copy) = create(&vfs, "second").await;
         let len = bytes.len() as u64;
-        let copied = vfs.copy_file_range(first, opened.fh, 0, second, copy.fh, 0, len).await.unwrap();
+        let copied = vfs.copy_file_range(WHO, first, opened.fh, 0, second, copy.fh, 0, len).await.unwrap();
         assert_eq!(copied, len);
         close(&vfs, first, opened.fh).await;
         close(&vfs, second, copy.fh).await;
