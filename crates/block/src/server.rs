@@ -536,8 +536,10 @@ impl Service for BlockServer {
     fn call(self: Arc<Self>, peer: Peer, request: torchfs_rpc::Request) -> Answering {
         Box::pin(async move {
             if request.method != method::BLOCK {
-                let what = format!("a data server has no method {}", request.method);
-                return Err(Fault::new(Code::Unsupported, what));
+                let fault = Fault::new(Code::Unsupported, "this is the address of a data server");
+                return Err(
+                    fault.next("where a metadata service is asked for, give the address of `torchfs meta`")
+                );
             }
             let until = request.deadline;
             let Request { session, op, .. } = msg::decode(&request.body)?;

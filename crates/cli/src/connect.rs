@@ -5,6 +5,7 @@
 
 use std::fs;
 use std::io::Write;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
@@ -103,6 +104,23 @@ pub fn check_addr(addr: &str, flag: &str) -> anyhow::Result<()> {
         Some(Ok(_)) => Ok(()),
         _ => bail!("`{addr}` is not an address; {flag} takes HOST:PORT, for example 127.0.0.1:7070"),
     }
+}
+
+/// Whether an address stands for every one of its machine, so that nobody else can use it.
+pub fn is_wildcard(addr: &str) -> bool {
+    addr.parse::<SocketAddr>().is_ok_and(|addr| addr.ip().is_unspecified())
+}
+
+/// The address of this machine that leads to one of these; what others see it by. Nothing is sent.
+pub fn own_address(towards: &[String]) -> Option<IpAddr> {
+    let ways = towards.iter().filter_map(|addr| addr.to_socket_addrs().ok()).flatten().filter_map(|addr| {
+        let any = if addr.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
+        let socket = UdpSocket::bind(any).ok()?;
+        socket.connect(addr).ok()?;
+        Some(socket.local_addr().ok()?.ip())
+    });
+    // One that only this machine knows comes last.
+    ways.min_by_key(IpAddr::is_loopback)
 }
 
 /// Reads a secret; white space at its ends does not count.
@@ -242,4 +260,17 @@ pub fn runtime_dirs() -> Vec<PathBuf> {
 /// Whether notes of this process are found by root, too.
 pub fn is_root() -> bool {
     rustix::process::geteuid().is_root()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_that_others_can_use_is_told_from_one_that_they_cannot() {
+        assert!(is_wildcard("0.0.0.0:7070") && is_wildcard("[::]:0"));
+        assert!(!is_wildcard("10.0.0.1:7070") && !is_wildcard("storage-1:7070"));
+        assert_eq!(own_address(&["127.0.0.1:7070".to_string()]), Some(IpAddr::from([127, 0, 0, 1])));
+        assert_eq!(own_address(&[]), None);
+    }
 }

@@ -16,7 +16,7 @@ use std::path::Path;
 use anyhow::Context;
 
 pub use cluster::{Cluster, tool};
-pub use data::{Data, DataOptions, DataStart};
+pub use data::{Advertise, Data, DataOptions, DataStart};
 pub use follower::DatabaseOptions;
 pub use meta::{Meta, MetaOptions};
 pub use mount::{Mount, MountOptions, unmount};

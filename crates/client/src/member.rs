@@ -9,7 +9,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 use torchfs_proto::msg::meta::{Done, Heartbeat, Op};
-use torchfs_proto::{ClusterId, LayoutId, Result, ServerId};
+use torchfs_proto::{ClusterId, Code, Fault, LayoutId, Result, ServerId};
 
 use crate::meta::unexpected;
 use crate::tool::Leader;
@@ -70,6 +70,7 @@ pub struct Member {
     leader: Arc<Leader>,
     figures: Figures,
     identity: watch::Receiver<Option<Identity>>,
+    refused: watch::Receiver<Option<Fault>>,
     stop: Arc<Notify>,
     task: Mutex<Option<JoinHandle<()>>>,
 }
@@ -86,16 +87,17 @@ impl Member {
     ) -> Member {
         let leader = Arc::new(Leader::new(addrs, connector, config.tool.clone()));
         let (tell, identity) = watch::channel(None);
+        let (refuse, refused) = watch::channel(None);
         let stop = Arc::new(Notify::new());
         let task = runtime.spawn({
             let (leader, figures, stop) = (leader.clone(), figures.clone(), stop.clone());
             async move {
                 let stopped = std::pin::pin!(stop.notified());
-                let reporting = std::pin::pin!(report(&leader, &figures, &tell, config.every));
+                let reporting = std::pin::pin!(report(&leader, &figures, &tell, &refuse, config.every));
                 futures_util::future::select(stopped, reporting).await;
             }
         });
-        Member { leader, figures, identity, stop, task: Mutex::new(Some(task)) }
+        Member { leader, figures, identity, refused, stop, task: Mutex::new(Some(task)) }
     }
 
     /// Waits until the cluster has taken this server in.
@@ -103,6 +105,16 @@ impl Member {
         let mut identity = self.identity.clone();
         let known = identity.wait_for(Option::is_some).await.ok()?;
         *known
+    }
+
+    /// Ends if the cluster refuses this server before it ever took it in: it belongs to another one, or has another secret.
+    pub async fn refused(&self) -> Fault {
+        let mut refused = self.refused.clone();
+        let fault = refused.wait_for(Option::is_some).await.ok().and_then(|fault| fault.clone());
+        match fault {
+            Some(fault) => fault,
+            None => std::future::pending().await,
+        }
     }
 
     /// Says goodbye and stops reporting.
@@ -127,7 +139,13 @@ impl Drop for Member {
     }
 }
 
-async fn report(leader: &Leader, figures: &Figures, tell: &watch::Sender<Option<Identity>>, every: Duration) {
+async fn report(
+    leader: &Leader,
+    figures: &Figures,
+    tell: &watch::Sender<Option<Identity>>,
+    refuse: &watch::Sender<Option<Fault>>,
+    every: Duration,
+) {
     let mut silent = false;
     loop {
         let beat = beat(figures, *tell.borrow());
@@ -148,6 +166,10 @@ async fn report(leader: &Leader, figures: &Figures, tell: &watch::Sender<Option<
                 tell.send_if_modified(|known| known.replace(identity) != Some(identity));
             }
             Err(fault) => {
+                // One that was taken in once goes on serving, whatever the service says: its pieces are needed.
+                if fault.code == Code::Denied && tell.borrow().is_none() {
+                    refuse.send_replace(Some(fault.clone()));
+                }
                 if !silent {
                     tracing::warn!("the metadata service does not hear this server: {fault}");
                     silent = true;

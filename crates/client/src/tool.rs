@@ -28,7 +28,7 @@ pub struct ToolConfig {
     pub attempt_timeout: Duration,
     /// The pause before the addresses are gone through again.
     pub pause: Duration,
-    /// Give up earlier, and say after a while that one waits, if nobody could be reached at all for so long. With `timeout` or
+    /// Give up earlier, and say after a while that one waits, if nobody who leads could be reached for so long. With `timeout` or
     /// more there is neither.
     pub unreachable: Duration,
 }
@@ -260,7 +260,8 @@ impl Leader {
                 Err(fault) if !fault.code.retry() => return Err(fault),
                 Err(fault) => fault,
             };
-            reached |= fault.code != Code::Unreachable;
+            // Who answers that nobody leads is of no more use than who does not answer.
+            reached |= !matches!(fault.code, Code::Unreachable | Code::NotLeader);
             let give_up = if reached { until } else { until.min(began + self.config.unreachable) };
             let now = Instant::now();
             if now + self.config.pause >= give_up {
@@ -269,7 +270,7 @@ impl Leader {
             if !told && self.config.unreachable < self.config.timeout && now >= began + PATIENCE {
                 told = true;
                 let left = give_up.saturating_duration_since(now).as_secs();
-                tracing::warn!("no metadata server answers, waiting {left} s more: {}", fault.what);
+                tracing::warn!("no metadata server serves, waiting {left} s more: {}", fault.what);
             }
             self.last.store(turn.wrapping_add(1), Ordering::Relaxed);
             turns_left -= 1;
@@ -283,7 +284,10 @@ impl Leader {
     async fn ask_at(&self, link: &Link, body: bytes::Bytes, until: Instant) -> Result<Done> {
         let mut call = Call::new(meta::method::META, body, Duration::ZERO);
         call.deadline = until.min(Instant::now() + self.config.attempt_timeout);
-        let answer = link.call(call).await?;
+        let answer = link.call(call).await.map_err(|fault| match fault.code {
+            Code::Unsupported => Fault { what: format!("{}: {}", link.addr(), fault.what), ..fault },
+            _ => fault,
+        })?;
         let reply: meta::Reply = msg::decode(&answer.body)?;
         reply.result.map_err(|fault| match fault.what.is_empty() {
             true => {

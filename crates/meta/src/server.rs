@@ -18,8 +18,9 @@ use crate::service::Meta;
 impl Service for Meta {
     fn call(self: Arc<Self>, _peer: Peer, request: Request) -> Answering {
         if request.method != meta::method::META {
-            let what = format!("the metadata service has no method {}", request.method);
-            return Box::pin(async move { Err(Fault::new(Code::Unsupported, what)) });
+            let fault = Fault::new(Code::Unsupported, "this is the address of a metadata service")
+                .next("where a data server is asked for, give the address of `torchfs data`");
+            return Box::pin(async move { Err(fault) });
         }
         Box::pin(async move {
             let request: meta::Request = msg::decode(&request.body)?;

@@ -187,7 +187,7 @@ impl fmt::Debug for Peer {
 /// The fault of a call whose time is up.
 pub(crate) fn timed_out(addr: &str, method: u16) -> Fault {
     Fault::new(Code::Timeout, format!("{addr} did not answer method {method} in time"))
-        .next("check that the server is running and not overloaded")
+        .next("check that the server is running, that its disk or its database answers, and that it is not overloaded")
 }
 
 /// The fault of a service that panicked.

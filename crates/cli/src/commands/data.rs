@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use crate::connect::{self, Connect};
 use crate::http;
-use crate::roles::{self, DataOptions};
+use crate::roles::{self, Advertise, DataOptions};
 
 /// Run a data server; it joins the cluster by starting
 ///
@@ -20,7 +20,8 @@ pub struct Args {
     #[arg(long, env = "TORCHFS_LISTEN", default_value = "127.0.0.1:0", value_name = "HOST:PORT")]
     listen: String,
 
-    /// The address that others reach it by [default: where it listens]
+    /// The address that others reach it by [default: where it listens; if that is 0.0.0.0 or [::], the address of this
+    /// machine that leads to the metadata service]
     #[arg(long, value_name = "HOST:PORT")]
     advertise: Option<String>,
 
@@ -56,21 +57,29 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
                 anyhow::bail!("--dir {} is given twice; each disk has one folder", dir.display());
             }
         }
-        let stop = roles::stop_signal()?;
+        let mut stop = std::pin::pin!(roles::stop_signal()?);
         let pages = http::collect(args.metrics.as_deref()).await?;
         let cluster = roles::Cluster::remote(&found);
         let start = roles::DataStart {
             dirs: &args.dirs,
             listen: &args.listen,
-            advertise: args.advertise.as_deref(),
+            advertise: args.advertise.as_deref().map_or(Advertise::Listening, Advertise::Address),
             zone: &args.zone,
             insecure: args.insecure,
         };
-        let data = roles::Data::start(start, &cluster, &args.options).await?;
+        let data = tokio::select! {
+            data = roles::Data::start(start, &cluster, &args.options) => data?,
+            // It may wait for a cluster that is not there yet.
+            () = &mut stop => return Ok(ExitCode::SUCCESS),
+        };
         http::serve(pages, data.health())?;
         println!("data server at {}", data.addr());
-        stop.await;
+        roles::ready();
+        let failed = tokio::select! {
+            () = stop => None,
+            why = data.refused() => Some(why),
+        };
         data.stop().await;
-        Ok(ExitCode::SUCCESS)
+        failed.map_or(Ok(ExitCode::SUCCESS), Err)
     })
 }

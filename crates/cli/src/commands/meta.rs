@@ -97,6 +97,7 @@ fn serve(args: Serve) -> anyhow::Result<ExitCode> {
             roles::Meta::start(&dir, &args.listen, &secret, args.insecure, &args.options, database).await?;
         http::serve(pages, meta.health())?;
         println!("metadata service at {}", meta.addr());
+        roles::ready();
         let failed = tokio::select! {
             () = stop => None,
             why = meta.ended() => Some(why),

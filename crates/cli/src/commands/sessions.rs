@@ -44,7 +44,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             .iter()
             .map(|s| {
                 json!({"id": s.session.0, "host": s.who.host, "pid": s.who.pid, "mount": s.who.mount,
-                       "volume": s.who.volume, "version": s.who.version, "age_s": s.age_s,
+                       "volume": volume(&s.who.volume), "version": s.who.version, "age_s": s.age_s,
                        "renewed_ms": s.renewed_ms, "leases": s.leases, "writing": s.writing, "locks": s.locks,
                        "orphans": s.orphans, "ops": s.ops})
             })
@@ -65,12 +65,20 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
                 print::count(s.locks),
                 print::count(s.orphans),
                 print::count(s.ops),
+                volume(&s.who.volume).to_string(),
                 s.who.mount.clone(),
             ]
         })
         .collect();
-    let headings =
-        ["SESSION", "WHO", "AGE", "RENEWED", "LEASES", "WRITING", "LOCKS", "UNLINKED", "CALLS", "MOUNT"];
+    let headings = [
+        "SESSION", "WHO", "AGE", "RENEWED", "LEASES", "WRITING", "LOCKS", "UNLINKED", "CALLS", "VOLUME",
+        "MOUNT",
+    ];
     print!("{}", print::table(&headings, &rows));
     Ok(ExitCode::SUCCESS)
+}
+
+/// Who asks for no volume by name gets the first one.
+fn volume(name: &str) -> &str {
+    if name.is_empty() { "main" } else { name }
 }

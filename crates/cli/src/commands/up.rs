@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use torchfs_proto::layout::Scheme;
 
 use crate::connect::{self, Note};
 use crate::http;
-use crate::roles::{self, DataOptions, MetaOptions, MountOptions};
+use crate::roles::{self, Advertise, DataOptions, MetaOptions, MountOptions};
 
 /// Run a whole cluster in one process, in the foreground
 ///
@@ -21,7 +21,7 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     dir: PathBuf,
 
-    /// How many data servers
+    /// How many data servers, at least: those that DIR holds from before are all started
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     servers: u16,
 
@@ -32,6 +32,10 @@ pub struct Args {
     /// Where the metadata service listens; port 0 takes a free one
     #[arg(long, env = "TORCHFS_LISTEN", default_value = "127.0.0.1:7070", value_name = "HOST:PORT")]
     listen: String,
+
+    /// The address or name that others reach this machine by [default: the one in --listen]
+    #[arg(long, value_name = "HOST")]
+    advertise: Option<String>,
 
     /// File with the cluster secret [default: DIR/secret, made if it is missing]
     #[arg(long, env = "TORCHFS_SECRET_FILE", value_name = "FILE")]
@@ -58,6 +62,16 @@ pub struct Args {
 /// Runs until a signal ends it, or somebody unmounts.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     connect::check_addr(&args.listen, "--listen")?;
+    let advertise = args.advertise.clone().or_else(|| {
+        let host = args.listen.rsplit_once(':').map(|(host, _)| host.to_string());
+        host.filter(|_| !connect::is_wildcard(&args.listen))
+    });
+    let Some(advertise) = advertise else {
+        bail!(
+            "{} is every address of this machine, and others need one to reach the data servers by; give --advertise HOST",
+            args.listen
+        );
+    };
     roles::block_on(async move {
         roles::make_dir(&args.dir)?;
         let secret_file = args.secret_file.clone().unwrap_or_else(|| args.dir.join("secret"));
@@ -77,15 +91,16 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             roles::Meta::start(&meta_dir, &args.listen, &secret, args.insecure, &meta_options, None).await?;
         let cluster = roles::Cluster::local(&meta, &secret);
         let host = args.listen.rsplit_once(':').map_or("127.0.0.1", |(host, _)| host).to_string();
+        let (numbers, more) = data_folders(&args.dir, args.servers)?;
         let mut servers = Vec::new();
-        for n in 1..=args.servers {
+        for n in numbers {
             let dir = args.dir.join(format!("data{n}"));
             roles::make_dir(&dir)?;
             let listen = format!("{host}:0");
             let start = roles::DataStart {
                 dirs: &[dir],
                 listen: &listen,
-                advertise: None,
+                advertise: Advertise::Host(&advertise),
                 zone: "",
                 insecure: args.insecure,
             };
@@ -98,11 +113,24 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         };
         http::serve(pages, meta.health())?;
         println!("metadata service at {}", meta.addr());
-        println!("{} data servers under {}", servers.len(), args.dir.display());
+        println!("{} data servers under {}{more}", servers.len(), args.dir.display());
         match &args.mount {
             Some(path) => println!("mounted at {}; Ctrl-C stops and unmounts", path.display()),
+            // Root does not look at the notes of others.
+            None if note.is_none() || !connect::is_root() => {
+                let secret = match args.insecure {
+                    true => String::new(),
+                    false => format!(" --secret-file {}", std::path::absolute(&secret_file)?.display()),
+                };
+                let port =
+                    meta.addr().rsplit_once(':').map_or_else(String::new, |(_, port)| port.to_string());
+                println!(
+                    "mount it with: torchfs mount /mnt/t --meta {advertise}:{port}{secret}; Ctrl-C stops"
+                )
+            }
             None => println!("mount it with: torchfs mount /mnt/t; Ctrl-C stops"),
         }
+        roles::ready();
         match &mount {
             Some(mount) => {
                 tokio::select! {
@@ -126,6 +154,25 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     })
 }
 
+/// The numbers of the data servers to start, and a word about those that were not asked for: without one of them files
+/// that it has pieces of could not be read.
+fn data_folders(dir: &Path, servers: u16) -> anyhow::Result<(Vec<u16>, String)> {
+    let entries = std::fs::read_dir(dir).with_context(|| format!("cannot list {}", dir.display()))?;
+    let mut more: Vec<u16> = entries
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.strip_prefix("data")?.parse().ok())
+        .filter(|n| *n > servers && dir.join(format!("data{n}")).join("server.toml").exists())
+        .collect();
+    more.sort_unstable();
+    let word = match more.as_slice() {
+        [] => String::new(),
+        more => {
+            let names: Vec<String> = more.iter().map(|n| format!("data{n}")).collect();
+            format!(" (with {}, which a start with more --servers made)", names.join(", "))
+        }
+    };
+    Ok(((1..=servers).chain(more).collect(), word))
+}
+
 async fn mount(
     path: &Path,
     cluster: &roles::Cluster,
@@ -133,4 +180,24 @@ async fn mount(
 ) -> anyhow::Result<roles::Mount> {
     let opened = roles::Mount::open(path, "", cluster, options).await?;
     roles::Mount::start(opened, path, options).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_data_server_from_before_is_started() {
+        let dir = tempfile::tempdir().expect("a folder");
+        for name in ["data1", "data4", "data5", "data7", "data", "datax", "meta"] {
+            std::fs::create_dir(dir.path().join(name)).expect("made");
+        }
+        for name in ["data1", "data4", "data5"] {
+            std::fs::write(dir.path().join(name).join("server.toml"), "").expect("written");
+        }
+        let (numbers, word) = data_folders(dir.path(), 2).expect("listed");
+        assert_eq!(numbers, [1, 2, 4, 5]);
+        assert!(word.contains("data4, data5"), "{word}");
+        assert_eq!(data_folders(dir.path(), 5).expect("listed"), ((1..=5).collect(), String::new()));
+    }
 }

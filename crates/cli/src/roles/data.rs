@@ -1,5 +1,6 @@
 //! A data server: its identity, the stores in its folders, its listener, and its membership.
 
+use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use torchfs_rpc::{Listener, Role, ServerHandle, serve};
 use super::Cluster;
 use super::identity::Identity;
 use crate::http::Health;
-use crate::settings;
+use crate::{connect, settings};
 
 /// Flags of a data server.
 #[derive(Args, Clone, Debug)]
@@ -47,6 +48,8 @@ pub struct DataOptions {
     silent_after: Duration,
 }
 
+/// How long one attempt to join may take before it is said that one waits.
+const JOIN_ATTEMPT: Duration = Duration::from_secs(3);
 /// How often the places of lost disks are looked at for new ones.
 const REPLACE_EVERY: Duration = Duration::from_secs(5);
 
@@ -56,12 +59,23 @@ pub struct DataStart<'a> {
     pub dirs: &'a [PathBuf],
     /// Where it listens.
     pub listen: &'a str,
-    /// Where others reach it, if that is another address.
-    pub advertise: Option<&'a str>,
+    /// Where others reach it.
+    pub advertise: Advertise<'a>,
     /// Its failure domain.
     pub zone: &'a str,
     /// Listen beyond loopback without a secret.
     pub insecure: bool,
+}
+
+/// Where others reach a server.
+#[derive(Clone, Copy, Debug)]
+pub enum Advertise<'a> {
+    /// Where it listens, or, if that is everywhere, the address that leads to the metadata service.
+    Listening,
+    /// At this address.
+    Address(&'a str),
+    /// At this host, and the port that it listens on.
+    Host(&'a str),
 }
 
 /// A running data server.
@@ -88,25 +102,19 @@ impl Data {
             ..torchfs_rpc::Config::default()
         };
         let listener = Listener::bind(start.listen, rpc).await?;
-        let addr = start.advertise.map_or_else(|| listener.local_addr().to_string(), str::to_string);
+        let addr = others_reach(start.advertise, listener.local_addr(), &cluster.meta)?;
         let mut identity = Identity::load(start.dirs)?;
         // Who dies between the join and what follows must not come back as somebody else.
         identity.store()?;
         if identity.cluster == 0 {
             // The first start: the cluster gives a number before there is anything to serve.
-            let tool = Tool::new(&cluster.meta, cluster.connector(Role::Data), ToolConfig::default());
             let beat = Heartbeat {
                 store: identity.store,
                 addr: addr.clone(),
                 zone: start.zone.to_string(),
                 ..Heartbeat::default()
             };
-            match tool.ask(Op::Heartbeat(beat)).await.context("cannot join the cluster")? {
-                Done::Joined { server, cluster, .. } => {
-                    (identity.server, identity.cluster) = (server.0, cluster.0)
-                }
-                other => bail!("the metadata service answered a join with {other:?}"),
-            }
+            (identity.server, identity.cluster) = join(cluster, beat).await?;
         }
         identity.store()?;
         let disks = start.dirs.len().max(1) as u64;
@@ -166,6 +174,11 @@ impl Data {
         })
     }
 
+    /// Ends when the cluster does not take this server, with the reason.
+    pub async fn refused(&self) -> anyhow::Error {
+        anyhow::Error::msg(self.member.refused().await.to_string())
+    }
+
     /// Says goodbye, stops serving and closes the store.
     pub async fn stop(self) {
         // Without an answer the service finds out by itself that this server is silent.
@@ -178,6 +191,52 @@ impl Data {
         let server = self.server;
         // Waits for the writer's thread.
         let _ = tokio::task::spawn_blocking(move || drop(server)).await;
+    }
+}
+
+/// The address that others reach a server by.
+fn others_reach(advertise: Advertise<'_>, listens: SocketAddr, meta: &[String]) -> anyhow::Result<String> {
+    match advertise {
+        Advertise::Address(addr) => return Ok(addr.to_string()),
+        Advertise::Host(host) => return Ok(format!("{host}:{}", listens.port())),
+        Advertise::Listening => {}
+    }
+    if !listens.ip().is_unspecified() {
+        return Ok(listens.to_string());
+    }
+    let Some(own) = connect::own_address(meta) else {
+        bail!(
+            "{listens} is every address of this machine, and none of them leads to {}; give --advertise HOST:PORT, the address \
+             that others reach it by",
+            meta.join(", ")
+        );
+    };
+    let addr = SocketAddr::new(own, listens.port()).to_string();
+    match own.is_loopback() {
+        true => tracing::warn!(
+            "other machines cannot reach this server: it tells its address as {addr}; give --advertise"
+        ),
+        false => tracing::info!("others reach this server at {addr}; --advertise gives another address"),
+    }
+    Ok(addr)
+}
+
+/// Asks the cluster for a number, however long nobody answers.
+async fn join(cluster: &Cluster, beat: Heartbeat) -> anyhow::Result<(u32, u64)> {
+    let config = ToolConfig { timeout: JOIN_ATTEMPT, attempt_timeout: JOIN_ATTEMPT, ..ToolConfig::default() };
+    let tool = Tool::new(&cluster.meta, cluster.connector(Role::Data), config);
+    let mut told = false;
+    loop {
+        match tool.ask(Op::Heartbeat(beat.clone())).await {
+            Ok(Done::Joined { server, cluster, .. }) => return Ok((server.0, cluster.0)),
+            Ok(other) => bail!("the metadata service answered a join with {other:?}"),
+            Err(fault) if !fault.code.retry() => return Err(fault).context("cannot join the cluster"),
+            Err(fault) => {
+                if !std::mem::replace(&mut told, true) {
+                    tracing::warn!("waiting for the metadata service to join its cluster: {fault}");
+                }
+            }
+        }
     }
 }
 

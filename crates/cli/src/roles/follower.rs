@@ -16,11 +16,11 @@ use tokio::sync::watch;
 use torchfs_engine::postgres::{PostgresConfig, Standby};
 use torchfs_engine::{Engine, Error};
 use torchfs_proto::{Code, Fault};
-use torchfs_rpc::{Answering, Peer, Request, Service};
+use torchfs_rpc::{Answering, Peer, Request, Role, Service};
 
 use super::meta::{Serving, Stage};
 use crate::http::Health;
-use crate::settings;
+use crate::{connect, settings};
 
 /// The pause before a silent database is tried again at the start.
 const PAUSE: Duration = Duration::from_millis(500);
@@ -65,7 +65,7 @@ impl DatabaseOptions {
             password: self.password(&url)?,
             url,
             ca_file: self.pg_ca_file.clone(),
-            address: self.advertise.clone().unwrap_or_else(|| address.to_string()),
+            address: self.address(address)?,
             lease: self.pg_lease,
             margin: (self.pg_lease / 8).max(Duration::from_millis(50)),
             poll: (self.pg_lease / 10).clamp(Duration::from_millis(20), Duration::from_millis(250)),
@@ -73,6 +73,20 @@ impl DatabaseOptions {
             engine,
             ..PostgresConfig::default()
         })
+    }
+
+    /// Where the others of the cluster find this server, which is written into the database.
+    fn address(&self, listens: &str) -> anyhow::Result<String> {
+        if let Some(address) = &self.advertise {
+            connect::check_addr(address, "--advertise")?;
+            return Ok(address.clone());
+        }
+        if connect::is_wildcard(listens) {
+            anyhow::bail!(
+                "{listens} is every address of this machine, and the others need one to find it by; give --advertise HOST:PORT"
+            );
+        }
+        Ok(listens.to_string())
     }
 
     /// From the file, the environment, or the file that PostgreSQL's own programs read.
@@ -129,6 +143,12 @@ impl Service for Desk {
     fn call(self: Arc<Self>, peer: Peer, request: Request) -> Answering {
         let service = self.service.read().clone();
         match service {
+            // Sessions wait for the database; people want to know what they wait for.
+            Some(service) if peer.role() == Role::Tool && !service.engine().leads() => {
+                let fault = Fault::new(Code::NotLeader, "the metadata's database does not answer its leader")
+                    .next("check the database; the metadata server's log tells more");
+                Box::pin(async move { Err(fault) })
+            }
             Some(service) => service.call(peer, request),
             None => {
                 let fault = self.refusal();
@@ -149,9 +169,11 @@ impl Desk {
         let news = self.news.lock();
         let fault = Fault::new(Code::NotLeader, "this metadata server is a standby");
         match (&news.trouble, news.leader.as_str()) {
-            (Some(trouble), _) => Fault::new(Code::NotLeader, trouble.clone()),
+            (Some(trouble), _) => {
+                Fault::new(Code::NotLeader, trouble.clone()).next("check the database of the metadata")
+            }
             (None, "") => fault.next("nobody leads yet; try again"),
-            (None, leader) => fault.next(format!("{leader} leads")),
+            (None, leader) => fault.next(format!("{leader} leads; give --meta that address, too")),
         }
     }
 

@@ -54,7 +54,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     if args.json {
         println!("{:#}", report(&loaded, &args.dir));
     } else {
-        println!("{}", told(&loaded, &args.dir));
+        println!("{}", told(&loaded, &args.dir, &args.database));
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -68,6 +68,7 @@ pub fn load(
     quiet: bool,
 ) -> anyhow::Result<Loaded> {
     check_empty(dir)?;
+    crate::roles::make_dir(dir)?;
     let open = || -> anyhow::Result<BufReader<File>> {
         let file = File::open(file)
             .with_context(|| format!("cannot read {}; give the file of a dump", file.display()))?;
@@ -123,7 +124,8 @@ pub fn check_empty(dir: &Path) -> anyhow::Result<()> {
 }
 
 /// What was loaded, and what to do next.
-pub fn told(loaded: &Loaded, dir: &Path) -> String {
+pub fn told(loaded: &Loaded, dir: &Path, database: &DatabaseOptions) -> String {
+    let engine = database.engine.as_ref().map_or_else(String::new, |url| format!(" --engine '{url}'"));
     let made = loaded.trailer.wall_ns.div_euclid(1_000_000_000);
     let now = SystemClock.wall_ns().div_euclid(1_000_000_000);
     let ago = print::span(u64::try_from(now - made).unwrap_or(0));
@@ -131,7 +133,7 @@ pub fn told(loaded: &Loaded, dir: &Path) -> String {
         "loaded {} records as of batch {}, dumped at {} ({ago} ago)\n\
          lost: every change of names, attributes and content after that moment\n\
          ended: {} sessions; clients mount again\n\
-         next: start `torchfs meta --dir {}` at the old address, wait for `torchfs gc`, then run `torchfs fsck`: it names\n\
+         next: start `torchfs meta --dir {}{engine}` at the old address, wait for `torchfs gc`, then run `torchfs fsck`: it names\n\
          files whose blocks were deleted after the dump",
         print::count(loaded.changes),
         loaded.trailer.seq,

@@ -106,7 +106,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         report["dump"] = json!(name.to_string());
         println!("{report:#}");
     } else {
-        println!("{}", load::told(&loaded, &dir));
+        println!("{}", load::told(&loaded, &dir, &args.database));
     }
     Ok(ExitCode::SUCCESS)
 }
