@@ -1,5 +1,5 @@
 # Every command by name; CI calls only these.
-.PHONY: help run test soak build bench bench-scale bench-meta clean fmt
+.PHONY: help run test soak build bench bench-scale bench-meta clean fmt install
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -13,6 +13,16 @@ run: ## build, start an embedded cluster, mount it, show it working (DIR=, MOUNT
 build: ## leave target/release/torchfs
 	@scripts/setup build
 	cargo build --release -p torchfs-cli
+
+PREFIX ?= /usr/local
+SBINDIR ?= /sbin
+
+install: ## put what was built under PREFIX, and the names that mount(8) looks for under /sbin (PREFIX=, DESTDIR=)
+	@test -x target/release/torchfs || { echo "there is no target/release/torchfs; run make build first" >&2; exit 1; }
+	install -D -m 755 target/release/torchfs $(DESTDIR)$(PREFIX)/bin/torchfs
+	install -d $(DESTDIR)$(SBINDIR)
+	ln -sfn $(PREFIX)/bin/torchfs $(DESTDIR)$(SBINDIR)/mount.torchfs
+	ln -sfn $(PREFIX)/bin/torchfs $(DESTDIR)$(SBINDIR)/mount.fuse.torchfs
 
 test: ## format, lints, unit tests, real processes; what CI runs
 	@scripts/setup test

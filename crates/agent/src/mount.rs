@@ -237,7 +237,7 @@ fn open_device(path: &Path) -> Result<OwnedFd, Error> {
 }
 
 /// Whether a mount is there whose server is gone.
-fn is_stale(path: &Path) -> bool {
+pub fn is_stale(path: &Path) -> bool {
     matches!(fs::metadata(path), Err(error) if error.raw_os_error() == Some(libc::ENOTCONN))
 }
 

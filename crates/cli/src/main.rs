@@ -24,7 +24,7 @@ use clap::{Parser, Subcommand};
 ///   torchfs up --dir ./data --servers 3 --mount /mnt/t
 ///
 /// The same roles apart: `meta` once, `data` on every storage machine, `mount` wherever programs run. Settings come from
-/// /etc/torchfs.toml, then TORCHFS_* variables, then flags.
+/// /etc/torchfs.toml, then the TORCHFS_* variables that the help of a command names, then flags.
 #[derive(Parser)]
 #[command(
     name = "torchfs",

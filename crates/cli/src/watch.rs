@@ -27,7 +27,7 @@ pub struct Watching {
 
     /// Begin it and do not wait for its end
     #[arg(long)]
-    no_wait: bool,
+    pub no_wait: bool,
 }
 
 /// How far something is.

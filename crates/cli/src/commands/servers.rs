@@ -2,6 +2,7 @@
 
 use std::process::ExitCode;
 
+use anyhow::bail;
 use serde_json::{Value, json};
 use torchfs_proto::layout::{ServerInfo, ServerState};
 use torchfs_proto::msg::meta::{Op, RepairReport};
@@ -59,6 +60,9 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
                 format!("server {id} is removed; its process may be stopped and its folders deleted");
             ask.print(&json!({"removed": id.0}), &sentence);
             return Ok(ExitCode::SUCCESS);
+        }
+        if args.watching.no_wait && !args.wait {
+            bail!("--no-wait goes with --wait, which waits; without either nothing is waited for");
         }
         if args.wait {
             return watch::watch(&tool, &args.watching, "repair", watch::redundancy_stand).await;

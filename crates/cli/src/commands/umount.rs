@@ -18,6 +18,10 @@ pub struct Args {
     #[arg(long, short)]
     lazy: bool,
 
+    /// Only if its agent is gone; otherwise do nothing
+    #[arg(long)]
+    stale: bool,
+
     /// Detach now and fail every call that waits; what was written and not synced is lost
     #[arg(long, short, conflicts_with = "lazy")]
     force: bool,
@@ -25,6 +29,9 @@ pub struct Args {
 
 /// Unmounts.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    if args.stale && !torchfs_agent::mount::is_stale(&args.path) {
+        return Ok(ExitCode::SUCCESS);
+    }
     // The device number goes with the mount, so its agent is looked for before.
     let servers = torchfs_agent::mount::device(&args.path)?.map(|device| serving::find(&device));
     crate::roles::unmount(&args.path, args.lazy, args.force)?;
