@@ -36,7 +36,7 @@ struct Checked {
     version: u32,
     dirt: u64,
     failed: bool,
-    /// A server of the target is not there.
+    /// A server of the target was not there at some time.
     lacks: bool,
 }
 
@@ -448,17 +448,15 @@ impl Meta {
             let Some(group) = table.group(at).filter(|group| group.version == checked.version) else {
                 continue;
             };
-            let there = |server: &ServerId| {
-                table.servers.get(server).is_some_and(|s| s.state < ServerState::Down)
-                    && state.repairs.is_sure(*server, now)
-            };
-            if checked.failed {
+            let heard = group.target().iter().all(|server| table.is_heard(*server));
+            let sure = group.target().iter().all(|server| state.repairs.is_sure(*server, now));
+            if checked.failed || (heard && !sure) {
                 state.repairs.waits.insert(at, Wait::Until(retry));
-            } else if checked.lacks || !group.target().iter().all(there) {
-                let unsure = group.target().iter().any(|server| !state.repairs.is_sure(*server, now));
-                let changes = state.repairs.changes;
-                let wait = if unsure { Wait::Until(retry) } else { Wait::Change(changes) };
-                state.repairs.waits.insert(at, wait);
+            } else if !heard {
+                state.repairs.waits.insert(at, Wait::Change(state.repairs.changes));
+            } else if checked.lacks {
+                // Whoever was away during the pass is back: no change will come that tells of it.
+                state.repairs.waits.remove(&at);
             } else {
                 clean.push((at, checked.dirt));
             }

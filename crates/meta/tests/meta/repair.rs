@@ -223,6 +223,57 @@ fn a_returning_server_gives_up_stale_pieces_and_gets_the_missing_ones() {
 }
 
 #[test]
+fn a_server_that_returns_during_a_pass_is_not_waited_for_any_longer() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 24, BIG);
+    servers.kill(3);
+    servers.advance_ms(&world, 12_000);
+    writer.write(&world, &servers, 24, BIG);
+    servers.repair_steps(&world, 1);
+    assert!(world.repair_report().pass_total > 0, "a pass is under way");
+    servers.revive(3);
+    servers.beat(&world, 3, "");
+    servers.settle(&world);
+    clean(&world, &servers);
+}
+
+#[test]
+fn a_server_in_doubt_is_looked_at_when_the_doubt_ends_during_a_pass() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 24, BIG);
+    // Server 3 comes back with pieces that nobody needs, and the answer to their removal is lost.
+    servers.kill(3);
+    servers.advance_ms(&world, 12_000);
+    writer.write(&world, &servers, 24, BIG);
+    servers.revive(3);
+    servers.lose_next_answer(3);
+    let three = world.server_id(3);
+    servers.plant(3, (BlockId { incarnation: 1, counter: 1 << 40 }, 0));
+    servers.advance_ms(&world, 2_000);
+    servers.settle(&world);
+    let asked_ms = 2 * u64::from(world.config.peer_timeout_ms);
+    for _ in 0..60 {
+        servers.repair_steps(&world, 1);
+        world.sync();
+        if world.repair_report().dirty > 0 {
+            break;
+        }
+        servers.advance_ms(&world, 1_000);
+    }
+    let report = world.repair_report();
+    assert!(report.dirty > 0, "the groups of server {three} are doubted: {report:?}");
+    servers.repair_steps(&world, 1);
+    assert!(world.repair_report().pass_total > 0, "a pass is under way");
+    servers.advance_ms(&world, asked_ms + 1_000);
+    servers.settle(&world);
+    clean(&world, &servers);
+}
+
+#[test]
 fn a_removal_whose_answer_is_lost_is_doubted() {
     let world = world("replicas:2");
     let servers = Servers::join(&world, 3);
