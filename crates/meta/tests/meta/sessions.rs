@@ -223,8 +223,9 @@ fn a_wait_for_a_lock_that_was_given_up_is_never_granted() {
     let f = a.file(&world, "f");
     a.call(&world, lock(f, LockType::Write, 0, 99, false)).unwrap();
     // Its cancel is late, or its connection was left: it still waits when its owner has asked for something else there.
-    let given_up = b.start(&world, lock(f, LockType::Write, 0, 9, true));
+    let mut given_up = b.start(&world, lock(f, LockType::Write, 0, 9, true));
     let mut elsewhere = b.start(&world, lock(f, LockType::Write, 20, 29, true));
+    assert!(!given_up.is_ready() && !elsewhere.is_ready());
     let unread = b.request(lock(f, LockType::Write, 0, 9, true));
     b.call(&world, lock(f, LockType::Unlock, 5, 5, false)).unwrap();
     assert_eq!(given_up.ready().result.unwrap_err().code, Code::WouldBlock);
