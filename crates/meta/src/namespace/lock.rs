@@ -7,6 +7,7 @@
 //! # Not here
 //! Waiting, fairness and the search for deadlocks: `service/locking.rs`.
 
+use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 
 use torchfs_proto::msg::meta::{FileLock, LockKind, LockType};
@@ -73,8 +74,9 @@ pub fn in_the_way<'a>(held: &'a [Held], wanted: &Held) -> Option<&'a Held> {
     held.iter().find(|held| held.excludes(wanted))
 }
 
-/// Takes or releases a lock that nothing is in the way of.
-pub fn set_lock(view: &mut View<'_>, ino: Ino, held: &[Held], wanted: &Held) -> Result<()> {
+/// Takes or releases a lock that nothing is in the way of; answers whether the session has a lock on the file then. Locks that
+/// stay as they are cost nothing, however many an owner has.
+pub fn set_lock(view: &mut View<'_>, ino: Ino, held: &[Held], wanted: &Held) -> Result<bool> {
     let lock = &wanted.lock;
     let same =
         |h: &&Held| h.session == wanted.session && h.lock.owner == lock.owner && h.lock.kind == lock.kind;
@@ -112,14 +114,19 @@ pub fn set_lock(view: &mut View<'_>, ino: Ino, held: &[Held], wanted: &Held) -> 
     if held.len() - mine.len() + kept.len() > LOCKS_MAX {
         return Err(Fault::new(Code::TooMany, format!("inode {ino} has {LOCKS_MAX} locks")));
     }
-    for old in mine {
-        view.delete(key_of(view, ino, old.session, &old.lock));
+    // Locks of one owner do not overlap: the first byte tells them apart.
+    let mut before: BTreeMap<u64, &FileLock> = mine.iter().map(|old| (old.lock.start, &old.lock)).collect();
+    for lock in &kept {
+        if before.remove(&lock.start) != Some(lock) {
+            let record = record::Lock { born: view.born, ty: lock.ty, end: lock.end, pid: lock.pid };
+            view.put(key_of(view, ino, wanted.session, lock), &record);
+        }
     }
-    for lock in kept {
-        let record = record::Lock { born: view.born, ty: lock.ty, end: lock.end, pid: lock.pid };
-        view.put(key_of(view, ino, wanted.session, &lock), &record);
+    for old in before.into_values() {
+        view.delete(key_of(view, ino, wanted.session, old));
     }
-    Ok(())
+    let others = |h: &Held| h.session == wanted.session && !same(&h);
+    Ok(!kept.is_empty() || held.iter().any(others))
 }
 
 /// Releases all locks of a session on a file.

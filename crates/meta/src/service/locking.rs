@@ -75,8 +75,7 @@ impl Meta {
             }
             return Ok(Step::Wait(state.signals.register(&[Topic::Lock(node)], None)));
         }
-        set_lock(&mut view, node.1, &held, &wanted)?;
-        let still = held_locks(&view, node.1)?.iter().any(|held| held.session == request.session);
+        let still = set_lock(&mut view, node.1, &held, &wanted)?;
         self.store_outcome(state, request, &mut view, Some(Answered::Ok))?;
         let seq = self.order(state, view, self.clock.now())?;
         self.stored_outcome(state, request, true);

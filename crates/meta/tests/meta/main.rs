@@ -5,6 +5,7 @@ mod check;
 mod content;
 mod deleter;
 mod dumps;
+mod locks;
 mod namespace;
 mod orphans;
 mod repair;
