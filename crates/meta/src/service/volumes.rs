@@ -262,21 +262,37 @@ impl Meta {
             self.order(state, view, now)?;
             return Ok(true);
         }
-        // Everything else but counters and what waits to be deleted.
-        let kept = [Space::DeadBlock as u8, Space::DeadRange as u8, Space::Counters as u8];
-        let mut waiting = false;
-        self.engine.scan(&id.0.to_be_bytes(), &key::after(&id.0.to_be_bytes()), false, &mut |at, _| {
-            match key::Parts::of(at) {
-                Some(parts) if kept.contains(&parts.space) => waiting |= parts.space != Space::Counters as u8,
-                _ => found.push(at.to_vec()),
+        // Everything else but counters and what waits to be deleted. That may be much, and is not passed through here.
+        let [counters, dead_block, dead_range] =
+            [Space::Counters, Space::DeadBlock, Space::DeadRange].map(|space| key::space(id, space));
+        let all = id.0.to_be_bytes().to_vec();
+        let mut spaces: Vec<(Vec<u8>, Vec<u8>)> = Vec::new();
+        let mut from = all.clone();
+        for kept in [&counters, &dead_block, &dead_range] {
+            spaces.push((std::mem::replace(&mut from, key::after(kept)), kept.clone()));
+        }
+        spaces.push((from, key::after(&all)));
+        for (from, to) in spaces.iter().filter(|(from, to)| from < to) {
+            if found.len() >= EMPTY_MAX {
+                break;
             }
-            if found.len() >= EMPTY_MAX { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-        })?;
+            self.engine.scan(from, to, false, &mut |at, _| {
+                found.push(at.to_vec());
+                if found.len() >= EMPTY_MAX { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+            })?;
+        }
         let more = !found.is_empty();
         found.into_iter().for_each(|at| view.delete(at));
         if more {
             self.order(state, view, now)?;
             return Ok(true);
+        }
+        let mut waiting = false;
+        for space in [dead_block, dead_range] {
+            self.engine.scan(&space, &key::after(&space), false, &mut |_, _| {
+                waiting = true;
+                ControlFlow::Break(())
+            })?;
         }
         if waiting {
             return Ok(false); // the deleter is not done; looked at again a little later

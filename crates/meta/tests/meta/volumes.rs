@@ -2,11 +2,14 @@
 
 use torchfs_meta::Config;
 use torchfs_proto::attr::{Compression, Kind};
+use torchfs_proto::extent::RangeOp;
 use torchfs_proto::layout::Scheme;
 use torchfs_proto::msg::meta::{Done, Op, OpenSession, Policy, VolumeOp, VolumePolicy, VolumeReport};
 use torchfs_proto::{Code, Ino};
 
+use crate::content::{commit, nth, within};
 use crate::servers::Servers;
+use crate::watched::Watched;
 use crate::world::{Client, World};
 
 fn volume(world: &World, op: VolumeOp) -> Vec<VolumeReport> {
@@ -173,4 +176,29 @@ fn a_folders_policy_is_inherited_by_what_is_made_in_it() {
     };
     assert_eq!(attr.layout, Some(layout));
     assert!(world.problems().is_empty());
+}
+
+#[test]
+fn the_removal_of_a_volume_does_not_pass_through_what_waits_to_be_deleted() {
+    let (world, engine) = Watched::world(Config { groups: 12, ..Config::default() });
+    let servers = Servers::join(&world, 2);
+    create(&world, "v", VolumePolicy::default());
+    let (mut client, info) = mount(&world, "v");
+    let f = client.file(&world, "f");
+    let (grant, ids) = (client.open_write(&world, f), client.ids(&world, 300));
+    let placement = world.placement();
+    let blocks: Vec<_> =
+        (0..300).map(|n| servers.put_block(&placement, info.layout, nth(ids, n), 10)).collect();
+    let write = |n| RangeOp::Write { offset: n * 10, len: 10, source: within(nth(ids, n), 0) };
+    client.call(&world, commit(f, grant, blocks, (0..300).map(write).collect())).unwrap();
+    client.call(&world, Op::CloseSession).unwrap();
+    world.admin(Op::Volume(VolumeOp::Remove { name: "v".into(), force: true }));
+    while world.meta.run_chores(10) > 0 {}
+    // Nothing is left but the queue; the removal comes by every second until that is empty.
+    servers.advance_ms(&world, 1_000);
+    engine.scans();
+    servers.advance_ms(&world, 1_000);
+    let shown: usize = engine.scans().iter().map(|(_, shown)| shown).sum();
+    assert!(shown < 100, "{shown} records were looked at");
+    assert_eq!(volume(&world, VolumeOp::List).len(), 2);
 }
