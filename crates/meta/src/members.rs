@@ -268,7 +268,12 @@ impl Members {
 
     /// The servers as clients know them.
     pub fn servers(&self) -> Vec<ServerInfo> {
-        self.table.servers.values().map(|server| self.info(server)).collect()
+        let places = self.table.all_places(&BTreeSet::new());
+        let info = |server: &record::Server| ServerInfo {
+            groups: places.get(&server.id).copied().unwrap_or(0),
+            ..self.info(server)
+        };
+        self.table.servers.values().map(info).collect()
     }
 
     /// The table as clients get it.
@@ -288,8 +293,10 @@ impl Members {
         idle: &BTreeSet<LayoutId>,
         now: Instant,
     ) -> Vec<ServerInfo> {
+        let places = self.table.all_places(idle);
         let info = |server: &record::Server| {
             let mut info = self.info(server);
+            info.groups = places.get(&server.id).copied().unwrap_or(0);
             if let Some(live) = self.live.get(&server.id) {
                 info.disks = live.disks.clone();
                 info.load = if server.state < ServerState::Down { live.load } else { Load::default() };
@@ -297,13 +304,13 @@ impl Members {
                     info.state = ServerState::Suspected;
                 }
             }
-            info.groups = self.table.places(server.id, idle);
             info.to_repair = to_repair.get(&server.id).copied().unwrap_or(0);
             info
         };
         self.table.servers.values().map(info).collect()
     }
 
+    /// A server without its places: to count those takes a look at all groups.
     fn info(&self, server: &record::Server) -> ServerInfo {
         let live = self.live.get(&server.id);
         ServerInfo {
@@ -321,7 +328,6 @@ impl Members {
             zone: server.zone.clone(),
             state: server.state,
             draining: server.draining,
-            groups: self.table.places(server.id, &BTreeSet::new()),
             ..ServerInfo::default()
         }
     }

@@ -344,11 +344,19 @@ impl Table {
 
     /// Places in groups that name the server, but for layouts that nothing uses.
     pub fn places(&self, server: ServerId, idle: &BTreeSet<LayoutId>) -> u32 {
-        let count = |group: &Group| {
-            let named = group.servers.iter().chain(&group.moving_to).filter(|id| **id == server).count();
-            named + group.former.iter().filter(|(_, id)| *id == server).count()
-        };
-        self.needed_groups(idle).map(|(_, _, group)| count(group)).sum::<usize>() as u32
+        self.all_places(idle).get(&server).copied().unwrap_or(0)
+    }
+
+    /// The same of all servers at once.
+    pub fn all_places(&self, idle: &BTreeSet<LayoutId>) -> BTreeMap<ServerId, u32> {
+        let mut places = BTreeMap::new();
+        for (_, _, group) in self.needed_groups(idle) {
+            let former = group.former.iter().map(|(_, server)| server);
+            for server in group.servers.iter().chain(&group.moving_to).chain(former) {
+                *places.entry(*server).or_default() += 1;
+            }
+        }
+        places
     }
 
     /// Those of the server's places that no other server can take: too few are left for the group's width.
