@@ -81,7 +81,13 @@ impl Vfs {
                 let protected = vfs.is_current(asked) && vfs.holds_any(ino, &[lease::WRITE, lease::READ]);
                 let epoch = meta.lease_epoch();
                 let file = state.file();
-                file.applied(&[RangeOp::Truncate { size }], &attr, epoch, protected);
+                file.applied(
+                    &[RangeOp::Truncate { size }],
+                    &attr,
+                    epoch,
+                    protected,
+                    vfs.0.config.extents_max,
+                );
             }
             state.learn(meta, attr.clone(), vfs.is_current(asked));
             Ok(vfs.answer(&state, attr))

@@ -365,7 +365,7 @@ impl Vfs {
         let mut state = node.lock();
         state.changed_at(mark);
         let file = state.file();
-        file.applied(ranges, &attr, epoch, protected);
+        file.applied(ranges, &attr, epoch, protected, self.0.config.extents_max);
         state.learn(&self.0.meta, attr, current);
     }
 
@@ -542,7 +542,7 @@ impl Vfs {
             // Capabilities are among them, and may have been asked for since the write.
             state.xattrs = None;
         }
-        let gone = state.gone;
+        let (gone, heard) = (state.gone, state.writers > 0);
         let compact = self.0.config.compact_extents;
         let file = state.file();
         file.committing = 0;
@@ -571,6 +571,9 @@ impl Vfs {
             tracing::error!(ino = %node.ino, %fault, "what was written is lost");
             ::metrics::counter!(metrics::WRITE_ERRORS).increment(1);
             self.0.files_lost.fetch_add(1, Ordering::Relaxed);
+            if !heard {
+                *self.0.unheard.lock() = Some(fault.clone());
+            }
             file.latch(fault);
         }
         drop(state);

@@ -130,15 +130,21 @@ impl Vfs {
         self.0.meta.durable(mark).await
     }
 
-    /// Everything is durable when it returns.
+    /// Everything is durable when it returns. It fails if something was lost meanwhile, or before and no descriptor told of it.
     pub async fn syncfs(&self) -> Result<()> {
         let dirty: Vec<_> = self.0.dirty.lock().values().cloned().collect();
+        let errors = |node: &Arc<Inode>| node.lock().file.as_ref().map_or(0, |file| file.errors);
+        let dirty: Vec<_> = dirty.into_iter().map(|node| (errors(&node), node)).collect();
         // All at once, then one after the other: the second only waits.
         self.flush_dirty(|_| true);
-        for node in dirty {
+        let mut written = Ok(());
+        for (seen, node) in dirty {
             self.write_back(&node).await;
+            written = written.and(node.lock().file.as_ref().map_or(Ok(()), |file| file.check(seen)));
         }
-        self.0.meta.durable_all().await
+        let unheard = self.0.unheard.lock().take().map_or(Ok(()), Err);
+        let durable = self.0.meta.durable_all().await;
+        written.and(unheard).and(durable)
     }
 
     /// Whether what follows a cookie is here, or known to be nothing.

@@ -92,9 +92,9 @@ impl Extents {
         self.known.clear();
     }
 
-    /// How many runs are kept.
+    /// How many runs are kept, or ranges without any.
     pub(crate) fn len(&self) -> usize {
-        self.runs.len()
+        self.runs.len().max(self.known.len())
     }
 
     /// The end of the known range that holds `at`, or `at` itself.

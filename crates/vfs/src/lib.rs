@@ -42,7 +42,7 @@ mod testing;
 mod write;
 mod xattr;
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::future::Future;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -57,7 +57,7 @@ use parking_lot::{Mutex, RwLock};
 use torchfs_cache::{Cache, CacheConfig, Fetch};
 use torchfs_client::{Blocks, Keeper, Meta};
 use torchfs_proto::extent::BlockRef;
-use torchfs_proto::{Ino, Result};
+use torchfs_proto::{Fault, Ino, Result};
 
 pub use api::{Caller, Config, DirItem, Fh, Found, Node, Opened, Seek, WriteFlags};
 pub(crate) use attr::unexpected;
@@ -85,13 +85,16 @@ struct Inner {
     next_fh: AtomicU64,
     /// Recalls so far: answers asked for before the last one are not kept.
     recalls: AtomicU64,
-    /// Entries remembered over all folders, and the folders that have some, in the order they came.
+    /// Entries remembered over all folders, and the folders that have some by the serial numbers of these, which is the order they
+    /// came in.
     entries: AtomicUsize,
-    folders: Mutex<VecDeque<Ino>>,
+    folders: Mutex<BTreeMap<u64, Ino>>,
     /// Files whose writes were lost in the background.
     files_lost: AtomicU64,
     /// Files with writes that are not committed.
     dirty: Mutex<HashMap<Ino, Arc<Inode>>>,
+    /// The last loss of what was written to a file that nobody had open for writing any more.
+    unheard: Mutex<Option<Fault>>,
     /// Nodes that nobody may need any more.
     idle: Mutex<Vec<Ino>>,
     fragmented: Mutex<HashSet<Ino>>,
@@ -126,6 +129,7 @@ impl Vfs {
             folders: Mutex::default(),
             files_lost: AtomicU64::new(0),
             dirty: Mutex::default(),
+            unheard: Mutex::default(),
             idle: Mutex::default(),
             fragmented: Mutex::default(),
             moved: Mutex::default(),

@@ -18,7 +18,7 @@ use torchfs_proto::attr::{Attr, Kind, NAME_MAX, SetAttr, TARGET_MAX};
 use torchfs_proto::msg::meta::{Done, Make, Op, lease, rename};
 use torchfs_proto::{Code, Fault, Ino, Result};
 
-use crate::node::{Asked, FolderChange, Inode, Names, State};
+use crate::node::{Asked, FolderChange, Inode, State};
 use crate::open::{O_ACCMODE, O_EXCL, O_TRUNC};
 use crate::{Caller, Found, Node, Opened, Vfs, metrics, unexpected};
 
@@ -31,6 +31,8 @@ impl Vfs {
             self.bound_entries();
             if let (Some(child), Some(answer)) = (child, &found.node) {
                 self.before_told(&child, answer).await;
+                // Last: a caller that went away while this waited has no reference to give back.
+                child.lock().refs += 1;
             }
             return Ok(found);
         }
@@ -50,9 +52,9 @@ impl Vfs {
         self.bound_entries();
         let Some(attr) = entry else { return Ok(Found { node: None, entry_ttl }) };
         let child = self.node(attr.ino);
-        child.lock().refs += 1;
         let answer = self.learned(&child, attr, asked);
         self.before_told(&child, &answer).await;
+        child.lock().refs += 1;
         Ok(Found { node: Some(answer), entry_ttl })
     }
 
@@ -275,12 +277,9 @@ impl Vfs {
 
     /// Adds a reference of the kernel's, and gives what it is told.
     async fn refer(&self, node: &Inode, attr: Attr) -> Node {
-        let answer = {
-            let mut state = node.lock();
-            state.refs += 1;
-            self.answer(&state, attr)
-        };
+        let answer = self.answer(&node.lock(), attr);
         self.before_told(node, &answer).await;
+        node.lock().refs += 1;
         answer
     }
 
@@ -291,9 +290,8 @@ impl Vfs {
         let Some(ino) = ino else { return Some((None, Found { node: None, entry_ttl })) };
         let child = self.find_node(ino)?;
         let answer = {
-            let mut state = child.lock();
+            let state = child.lock();
             let (attr, _) = state.find_attr(&self.0.meta)?;
-            state.refs += 1;
             self.answer(&state, attr)
         };
         Some((Some(child), Found { node: Some(answer), entry_ttl }))
@@ -322,8 +320,7 @@ impl Vfs {
         let ttl = self.0.meta.holds(parent, lease::NAMES)?;
         if state.names.as_ref().is_none_or(|names| names.epoch != epoch) {
             self.drop_names(state);
-            state.names = Some(Box::new(Names::new(epoch)));
-            self.0.folders.lock().push_back(parent);
+            self.new_names(state, parent, false);
         }
         Some(ttl)
     }
@@ -353,7 +350,7 @@ impl Vfs {
     /// Keeps the number of remembered entries within its bound: whole folders go, the first that came first.
     pub(crate) fn bound_entries(&self) {
         while self.0.entries.load(Ordering::Relaxed) > self.0.config.entries_max {
-            let Some(ino) = self.0.folders.lock().pop_front() else { return };
+            let Some((_, ino)) = self.0.folders.lock().pop_first() else { return };
             if let Some(node) = self.find_node(ino) {
                 let names = self.drop_names(&mut node.lock());
                 // A recall could not name them to the kernel any more.
@@ -438,10 +435,8 @@ impl Vfs {
                         Kind::Dir
                             if vfs.is_current(asked) && meta.holds(attr.ino, lease::NAMES).is_some() =>
                         {
-                            let mut names = Names::new(epoch);
-                            names.complete = true;
-                            state.names = Some(Box::new(names));
-                            vfs.0.folders.lock().push_back(attr.ino);
+                            vfs.drop_names(&mut state);
+                            vfs.new_names(&mut state, attr.ino, true);
                         }
                         Kind::Symlink => state.target = Some(Bytes::copy_from_slice(&make.target)),
                         Kind::File if vfs.is_current(asked) => {

@@ -294,7 +294,7 @@ impl State {
 }
 
 impl Names {
-    pub(crate) fn new(epoch: u32) -> Names {
+    fn new(epoch: u32) -> Names {
         static SERIALS: AtomicU64 = AtomicU64::new(0);
         let serial = SERIALS.fetch_add(1, Ordering::Relaxed);
         Names { epoch, serial, map: HashMap::new(), complete: false, doubted: HashSet::new() }
@@ -360,13 +360,23 @@ impl File {
         self.forgotten += 1;
     }
 
-    /// Own commit: the extents follow it if a lease protected them all the while.
-    pub(crate) fn applied(&mut self, ops: &[RangeOp], attr: &Attr, epoch: u32, protected: bool) {
+    /// Own commit: the extents follow it if a lease protected them all the while, and they are not too many.
+    pub(crate) fn applied(
+        &mut self,
+        ops: &[RangeOp],
+        attr: &Attr,
+        epoch: u32,
+        protected: bool,
+        extents_max: usize,
+    ) {
         if protected && self.epoch == epoch {
             ops.iter().for_each(|op| self.extents.apply(op));
         } else {
             self.extents.clear();
             self.epoch = epoch;
+        }
+        if self.extents.len() > extents_max {
+            self.extents.clear();
         }
         if self.kernel_version == Some(self.version) {
             self.kernel_version = Some(attr.data_version);
@@ -534,9 +544,17 @@ impl Vfs {
         true
     }
 
+    /// Begins to remember entries of a folder, of which there are none if it is complete.
+    pub(crate) fn new_names(&self, state: &mut State, ino: Ino, complete: bool) {
+        let names = Names { complete, ..Names::new(self.0.meta.lease_epoch()) };
+        self.0.folders.lock().insert(names.serial, ino);
+        state.names = Some(Box::new(names));
+    }
+
     /// Forgets the entries of a folder; tells which they were.
     pub(crate) fn drop_names(&self, state: &mut State) -> Vec<Bytes> {
         let Some(names) = state.names.take() else { return Vec::new() };
+        self.0.folders.lock().remove(&names.serial);
         self.0.entries.fetch_sub(names.map.len() + names.doubted.len(), Ordering::Relaxed);
         names.map.into_keys().chain(names.doubted).collect()
     }

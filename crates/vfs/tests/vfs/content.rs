@@ -317,6 +317,51 @@ fn whoever_changes_content_takes_set_user_id_away() {
 }
 
 #[test]
+fn what_is_lost_after_the_last_close_is_told_by_syncfs_and_by_the_end_of_the_mount() {
+    run(|world| async move {
+        let config = Config { writeback: true, commit_after: Duration::from_millis(20), ..quick() };
+        let vfs = world.mount_with(config, Arc::new(NoHost)).await;
+        let (ino, opened) = create(&vfs, "file").await;
+        world.break_servers(true);
+        let lose = || async {
+            let opened = vfs.open(ino, 2).await.unwrap();
+            write(&vfs, ino, opened.fh, 0, vec![1; 10_000]).await;
+            close(&vfs, ino, opened.fh).await;
+        };
+        close(&vfs, ino, opened.fh).await;
+        lose().await;
+        assert_eq!(vfs.syncfs().await.map_err(|f| f.code), Err(Code::NoSpace));
+        assert_eq!(vfs.syncfs().await, Ok(()));
+        lose().await;
+        until(|| async { vfs.getattr(ino, None).await.unwrap().attr.size == 0 }).await;
+        assert_eq!(vfs.shutdown().await.map_err(|f| f.code), Err(Code::NoSpace));
+    });
+}
+
+#[test]
+fn extents_that_are_too_many_to_be_kept_are_asked_for() {
+    run(|world| async move {
+        let config = Config { extents_max: 100, compact_extents: 0, ..Config::default() };
+        let vfs = world.mount_with(config, Arc::new(NoHost)).await;
+        let (ino, opened) = create(&vfs, "file").await;
+        let calls_to_read = || async {
+            vfs.fsync(ino, opened.fh, false).await.unwrap();
+            let before = world.calls.load(Ordering::Acquire);
+            assert_eq!(read(&vfs, ino, opened.fh, 0, 10).await, vec![1; 10]);
+            world.calls.load(Ordering::Acquire) - before
+        };
+        for i in 0..50 {
+            write(&vfs, ino, opened.fh, i * 9000, vec![1; 10]).await;
+        }
+        assert_eq!(calls_to_read().await, 0);
+        for i in 50..200 {
+            write(&vfs, ino, opened.fh, i * 9000, vec![1; 10]).await;
+        }
+        assert!(calls_to_read().await > 0);
+    });
+}
+
+#[test]
 fn an_unlinked_file_stays_usable_until_it_is_closed() {
     run(|world| async move {
         let vfs = world.mount().await;
