@@ -235,7 +235,7 @@ impl Handler for Ops {
             if let Some((_, fh)) = undo.releasedir {
                 self.vfs.releasedir(fh).await;
             }
-            if let Some(nodeid) = undo.forget {
+            for nodeid in undo.forget.into_iter().chain(undo.listed) {
                 self.vfs.forget(Ino(nodeid), 1);
             }
         })
@@ -319,14 +319,41 @@ const DOTS: [&[u8]; 2] = [b".", b".."];
 /// What the kernel takes for an inode number that nobody knows.
 const UNKNOWN_INO: u64 = 0xffff_ffff;
 
+/// A listing for the kernel.
+async fn readdir(vfs: &Vfs, ino: Ino, fh: u64, offset: u64, size: u32, plus: bool) -> Outcome {
+    let mut listed = Listed { vfs, inos: Vec::new() };
+    let listing = list(&mut listed, ino, fh, offset, size, plus).await?;
+    Ok(Reply::listing(listing, std::mem::take(&mut listed.inos)))
+}
+
+/// References of rows that are not in a reply yet; given back if there will be none.
+struct Listed<'a> {
+    vfs: &'a Vfs,
+    inos: Vec<u64>,
+}
+
+impl Drop for Listed<'_> {
+    fn drop(&mut self) {
+        self.inos.iter().for_each(|ino| self.vfs.forget(Ino(*ino), 1));
+    }
+}
+
 /// Fills a listing. Rows that would not fit would have to be fetched again, so each time only as many are taken as
 /// fit even with the longest names.
-async fn readdir(vfs: &Vfs, ino: Ino, fh: u64, offset: u64, size: u32, plus: bool) -> Outcome {
+async fn list(
+    listed: &mut Listed<'_>,
+    ino: Ino,
+    fh: u64,
+    offset: u64,
+    size: u32,
+    plus: bool,
+) -> Result<Listing, Fault> {
+    let vfs = listed.vfs;
     let mut listing = Listing::new(size);
     for (position, name) in (1..).zip(DOTS).filter(|(position, _)| *position > offset) {
         let number = if position == 1 || ino == Ino::ROOT { ino.0 } else { UNKNOWN_INO };
         if !push(&mut listing, plus, &Entry::default(), number, position, Kind::Dir.mode_bits(), name) {
-            return Ok(Reply::listing(listing));
+            return Ok(listing);
         }
     }
     let dots = DOTS.len() as u64;
@@ -334,13 +361,13 @@ async fn readdir(vfs: &Vfs, ino: Ino, fh: u64, offset: u64, size: u32, plus: boo
     loop {
         let room = listing.room(plus, attr::NAME_MAX);
         if room == 0 && !listing.is_empty() {
-            return Ok(Reply::listing(listing));
+            return Ok(listing);
         }
         let items = match vfs.readdir(ino, fh, cookie, room.max(1), plus).await {
-            Ok(items) if items.is_empty() => return Ok(Reply::listing(listing)),
+            Ok(items) if items.is_empty() => return Ok(listing),
             Ok(items) => items,
             // What is there goes out; the fault comes again with the next call.
-            Err(_) if !listing.is_empty() => return Ok(Reply::listing(listing)),
+            Err(_) if !listing.is_empty() => return Ok(listing),
             Err(fault) => return Err(fault),
         };
         for item in items {
@@ -348,10 +375,11 @@ async fn readdir(vfs: &Vfs, ino: Ino, fh: u64, offset: u64, size: u32, plus: boo
             let entry = item.node.as_ref().map(|(node, ttl)| to_entry(node, *ttl)).unwrap_or_default();
             let next = item.cookie + dots;
             if !push(&mut listing, plus, &entry, item.ino.0, next, item.kind.mode_bits(), &item.name) {
-                return Ok(Reply::listing(listing));
+                return Ok(listing);
             }
             if plus && entry.nodeid != 0 {
                 vfs.referenced(item.ino);
+                listed.inos.push(item.ino.0);
             }
             cookie = item.cookie;
         }

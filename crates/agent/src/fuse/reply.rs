@@ -29,10 +29,12 @@ pub(super) enum Body {
 }
 
 /// What to take back when a reply could not be delivered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct Undo {
     /// An inode on which one reference was handed out.
     pub forget: Option<u64>,
+    /// The same for each row of a listing.
+    pub listed: Vec<u64>,
     /// A file handle that was opened, with its inode.
     pub release: Option<(u64, u64)>,
     /// A folder handle that was opened, with its inode.
@@ -240,9 +242,9 @@ impl Reply {
         Reply::fixed(out)
     }
 
-    /// A folder's rows.
-    pub fn listing(listing: Listing) -> Reply {
-        Reply::fixed(listing.out)
+    /// A folder's rows; the kernel holds one reference more on each of the `listed` inodes from now on.
+    pub fn listing(listing: Listing, listed: Vec<u64>) -> Reply {
+        Reply { body: Body::Fixed(listing.out), undo: Undo { listed, ..Undo::default() } }
     }
 
     pub(super) fn fixed(out: Vec<u8>) -> Reply {
@@ -446,7 +448,7 @@ mod tests {
         assert!(listing.push(7, 3, libc::S_IFLNK, b"1"));
         assert!(!listing.push(8, 4, libc::S_IFREG, b"1"));
         assert_eq!((listing.room(false, 1), Listing::new(1000).room(true, 255)), (0, 2));
-        let reply = Reply::listing(listing);
+        let reply = Reply::listing(listing, Vec::new());
         let out = fixed(&reply);
         assert_eq!(out.len(), 96);
         assert_eq!(out[20..24], 4u32.to_ne_bytes());
@@ -461,5 +463,6 @@ mod tests {
         let create = Reply::create(&entry, 4, 0).undo;
         assert_eq!((create.forget, create.release), (Some(9), Some((9, 4))));
         assert_eq!(Reply::opendir(9, 4, 0).undo.releasedir, Some((9, 4)));
+        assert_eq!(Reply::listing(Listing::new(100), vec![9, 8]).undo.listed, [9, 8]);
     }
 }

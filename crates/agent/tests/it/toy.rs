@@ -152,7 +152,7 @@ impl Toy {
                         break;
                     }
                 }
-                Reply::listing(listing)
+                Reply::listing(listing, Vec::new())
             }
             Op::Unlink { name } | Op::Rmdir { name } => match state.names.remove(&(ino, name.to_vec())) {
                 Some(_) => Reply::done(),
