@@ -118,7 +118,8 @@ pub(crate) struct Repairs {
     /// Layouts that nothing uses.
     pub layouts: layouts::Layouts,
     pass: Option<pass::Pass>,
-    waits: HashMap<GroupAt, Wait>,
+    /// Groups that are left alone for now, as they were at this version: one that moves since then is looked at.
+    waits: HashMap<GroupAt, (u32, Wait)>,
     bad: VecDeque<BadPiece>,
     lost: BTreeMap<BlockId, GroupAt>,
     /// Pieces found missing and not yet stored, by server.

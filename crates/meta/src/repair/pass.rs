@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use torchfs_proto::layout::ServerState;
+use torchfs_proto::layout::{Group, ServerState};
 use torchfs_proto::msg::block::{PIECES_MAX, PULL_MAX, PullItem};
 use torchfs_proto::msg::meta::BadPiece;
 use torchfs_proto::record::Block;
@@ -93,12 +93,14 @@ impl Meta {
         let now = self.clock.now();
         let table = &state.members.table;
         let changes = state.repairs.changes;
-        let waits = |at: &GroupAt| match state.repairs.waits.get(at) {
-            Some(Wait::Until(until)) => now < *until,
-            Some(Wait::Change(seen)) => *seen == changes,
+        let waits = |at: &GroupAt, group: &Group| match state.repairs.waits.get(at) {
+            Some((version, _)) if *version != group.version => false,
+            Some((_, Wait::Until(until))) => now < *until,
+            Some((_, Wait::Change(seen))) => *seen == changes,
             None => false,
         };
-        let dirty: Vec<_> = table.groups().filter(|(at, _, group)| group.dirty && !waits(at)).collect();
+        let dirty: Vec<_> =
+            table.groups().filter(|(at, _, group)| group.dirty && !waits(at, group)).collect();
         let Some(least) = dirty.iter().map(|(_, layout, group)| table.margin(layout, group)).min() else {
             return false;
         };
@@ -451,9 +453,9 @@ impl Meta {
             let heard = group.target().iter().all(|server| table.is_heard(*server));
             let sure = group.target().iter().all(|server| state.repairs.is_sure(*server, now));
             if checked.failed || (heard && !sure) {
-                state.repairs.waits.insert(at, Wait::Until(retry));
+                state.repairs.waits.insert(at, (group.version, Wait::Until(retry)));
             } else if !heard {
-                state.repairs.waits.insert(at, Wait::Change(state.repairs.changes));
+                state.repairs.waits.insert(at, (group.version, Wait::Change(state.repairs.changes)));
             } else if checked.lacks {
                 // Whoever was away during the pass is back: no change will come that tells of it.
                 state.repairs.waits.remove(&at);

@@ -354,6 +354,26 @@ fn a_server_removed_by_force_is_replaced() {
 }
 
 #[test]
+fn a_new_server_takes_the_place_of_a_dead_one_that_nobody_could_take() {
+    let world = world("ec:2+1");
+    let servers = Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 24, BIG);
+    servers.advance_ms(&world, 12_000);
+    servers.kill(2);
+    let two = world.server_id(2);
+    world.admin(Op::RemoveServer { server: two, force: true });
+    servers.repair(&world);
+    assert!(world.repair_report().degraded > 0, "there is no other server yet");
+    // A pass looks at the groups after the new server joined and before they move to it.
+    servers.add(&world, 4, "");
+    servers.repair(&world);
+    servers.settle(&world);
+    clean(&world, &servers);
+    assert_eq!((servers.count(4), world.repair_report().degraded), (24, 0));
+}
+
+#[test]
 fn a_new_server_gets_its_share_of_groups_gently() {
     let world = world("replicas:2");
     let servers = Servers::join(&world, 3);
