@@ -18,7 +18,7 @@ mod dumps;
 mod error;
 mod fair;
 mod gate;
-mod metrics;
+pub mod metrics;
 mod promise;
 mod pulse;
 mod readers;

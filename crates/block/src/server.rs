@@ -208,6 +208,7 @@ impl BlockServer {
         let Stat { total, free, used, pieces, .. } = self.disks.stat();
         (beat.total, beat.free, beat.used, beat.pieces) = (total, free, used, pieces);
         beat.disks = self.disks.infos();
+        crate::metrics::disks(self.server, &beat.disks, self.disks.waiting());
         beat.bad = self.repair.to_report(self.disks.bad(BAD_MAX));
         beat.load = self.sessions.load(self.disks.waiting());
         beat.sessions = self.sessions.latest(SESSIONS_MAX);

@@ -38,6 +38,16 @@ pub async fn collect(addr: Option<&str>) -> anyhow::Result<Option<Pages>> {
         .set_buckets_for_metric(waits, &wait_classes())
         .and_then(PrometheusBuilder::install_recorder)
         .context("cannot start metrics")?;
+    for describe in [
+        torchfs_rpc::metrics::describe,
+        torchfs_engine::metrics::describe,
+        torchfs_client::metrics::describe,
+        torchfs_vfs::metrics::describe,
+        torchfs_meta::metrics::describe,
+        torchfs_block::metrics::describe,
+    ] {
+        describe();
+    }
     Ok(Some(Pages { listener, metrics }))
 }
 

@@ -27,7 +27,7 @@ mod error;
 mod identity;
 mod log;
 mod log_engine;
-mod metrics;
+pub mod metrics;
 mod overlay;
 pub mod postgres;
 mod replica;

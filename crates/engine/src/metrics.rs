@@ -33,3 +33,26 @@ pub fn overlay(bytes: usize, keys: usize) {
 pub fn failed() {
     gauge!("torchfs_engine_failed").set(1.0);
 }
+
+/// Says what the figures mean; call once when an exporter is there.
+pub fn describe() {
+    metrics::describe_counter!("torchfs_engine_syncs_total", "Syncs of the log");
+    metrics::describe_counter!("torchfs_engine_batches_total", "Batches made durable");
+    metrics::describe_histogram!("torchfs_engine_sync_seconds", "Seconds that a sync of the log took");
+    metrics::describe_counter!("torchfs_engine_checkpoints_total", "Checkpoints of the replica");
+    metrics::describe_counter!(
+        "torchfs_engine_checkpoint_keys_total",
+        "Keys that checkpoints brought into the replica"
+    );
+    metrics::describe_histogram!("torchfs_engine_checkpoint_seconds", "Seconds that a checkpoint took");
+    metrics::describe_histogram!(
+        "torchfs_engine_stall_seconds",
+        "Seconds that a caller waited for room in the engine"
+    );
+    metrics::describe_gauge!(
+        "torchfs_engine_overlay_bytes",
+        "Bytes of metadata in memory and in the log only"
+    );
+    metrics::describe_gauge!("torchfs_engine_overlay_keys", "Keys that are in memory and in the log only");
+    metrics::describe_gauge!("torchfs_engine_failed", "1 when the log failed for good, else 0");
+}

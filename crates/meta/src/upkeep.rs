@@ -33,6 +33,7 @@ impl Meta {
             let state = &mut *state;
             state.signals.expire(now);
             state.rests.durable(self.engine.durable());
+            metrics::leads(self.engine.leads());
             if !self.engine.leads() {
                 // Requests wait meanwhile, renewals and heartbeats too.
                 state.deaf = true;

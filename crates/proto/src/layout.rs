@@ -358,6 +358,12 @@ pub struct ServerInfo {
 }
 
 impl ServerInfo {
+    /// Whether it takes no more data, as far as it told: it is up, and no block of the largest size has room on a disk of it.
+    pub fn is_full(&self) -> bool {
+        let room = |disk: &DiskInfo| disk.works() && disk.free >= u64::from(crate::chunk::MAX_BLOCK);
+        self.up && self.total > 0 && !self.parts().iter().any(room)
+    }
+
     /// Its disks as far as it told; else itself as one.
     pub fn parts(&self) -> Vec<DiskInfo> {
         let &ServerInfo { total, free, used, pieces, .. } = self;

@@ -30,6 +30,39 @@ pub const ANSWER: &str = "torchfs_rpc_answer_seconds";
 /// Seconds from a call, by the role that is called, to the moment when the socket had taken all of its request.
 pub const SEND: &str = "torchfs_rpc_send_seconds";
 
+/// Says what the figures mean; call once when an exporter is there.
+pub fn describe() {
+    metrics::describe_gauge!(CONNECTIONS, "Connections taken that are open now");
+    metrics::describe_counter!(REQUESTS, "Requests taken");
+    metrics::describe_counter!(CANCELLED, "Requests cancelled by their caller before the answer was ready");
+    metrics::describe_counter!(
+        EXPIRED,
+        "Requests dropped because their deadline passed before the answer was ready"
+    );
+    metrics::describe_counter!(GARBAGE, "Connections closed because the peer sent bytes that are no frames");
+    metrics::describe_counter!(
+        REFUSED,
+        "Connections refused in the handshake, or because there are too many"
+    );
+    metrics::describe_counter!(
+        STALLED,
+        "Connections closed because the peer was silent, or did not take or finish its frames in time"
+    );
+    metrics::describe_counter!(PAUSED, "Times a reader stopped because too much was in flight");
+    metrics::describe_histogram!(
+        START,
+        "Seconds from the arrival of a request, which is when its first bytes were read from the socket, to the start of its execution"
+    );
+    metrics::describe_histogram!(
+        ANSWER,
+        "Seconds from the arrival of a request to the moment when the socket had taken all of its answer"
+    );
+    metrics::describe_histogram!(
+        SEND,
+        "Seconds from a call, by the role that is called, to the moment when the socket had taken all of its request"
+    );
+}
+
 /// How long calls to this role wait for the socket.
 pub(crate) fn send_wait(role: Role) -> Histogram {
     let to = match role {

@@ -340,8 +340,39 @@ fn every_role_serves_metrics_and_health() {
         assert!(health.starts_with("HTTP/1.1 200"), "{health}");
         let metrics = get(&port.address(), "/metrics");
         assert!(metrics.contains("# TYPE torchfs_"), "no metrics of ours:\n{metrics}");
+        for series in metrics.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()) {
+            assert!(metrics.contains(&format!("# HELP {series} ")), "{series} is not explained");
+        }
         assert!(get(&port.address(), "/none").starts_with("HTTP/1.1 404"));
     }
+    // What somebody would have an alarm on.
+    let figure = |port: &Port, wanted: &str| {
+        eventually(wanted, || {
+            let metrics = get(&port.address(), "/metrics");
+            let line = metrics.lines().find(|line| line.starts_with(wanted));
+            let value = line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok());
+            value.ok_or_else(|| format!("{wanted} is not in:\n{metrics}"))
+        })
+    };
+    for (series, least, most) in [
+        ("torchfs_meta_servers{state=\"up\"}", 1.0, 1.0),
+        ("torchfs_meta_servers{state=\"down\"}", 0.0, 0.0),
+        ("torchfs_meta_servers_full", 0.0, 1.0),
+        ("torchfs_meta_data_free_bytes", 0.0, f64::MAX),
+        ("torchfs_meta_groups_to_repair", 0.0, f64::MAX),
+        ("torchfs_meta_groups_at_risk", 0.0, f64::MAX),
+        ("torchfs_meta_pieces_to_repair", 0.0, 0.0),
+        ("torchfs_meta_blocks_lost", 0.0, 0.0),
+        ("torchfs_meta_disks_failed", 0.0, 0.0),
+        ("torchfs_meta_sessions", 1.0, 1.0),
+        ("torchfs_meta_replica_lag_batches", 0.0, f64::MAX),
+        ("torchfs_meta_leads", 1.0, 1.0),
+    ] {
+        let value = figure(&ports[0], series);
+        assert!((least..=most).contains(&value), "{series} is {value}");
+    }
+    assert!(figure(&ports[1], "torchfs_block_disk_total_bytes{") > 0.0);
+    assert_eq!(figure(&ports[1], "torchfs_block_disk_failed{"), 0.0);
 }
 
 /// One HTTP request by hand.

@@ -31,7 +31,7 @@ mod tests;
 mod writer;
 
 use std::collections::{HashSet, VecDeque};
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::mpsc;
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
@@ -254,6 +254,10 @@ struct Shared {
     read_errors: AtomicU32,
     /// Places that could not be read at the start.
     damaged: u64,
+    /// How long new segments are.
+    segment_bytes: u64,
+    /// The last put that needed another segment got none.
+    full: AtomicBool,
     queue: Mutex<Queue>,
     /// Something was submitted, or the store closes.
     wake: Condvar,

@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::OnceLock;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicBool, AtomicU32};
 
 use parking_lot::{Condvar, Mutex, RwLock};
 use torchfs_proto::disk::{Disk, DiskFile};
@@ -38,6 +38,8 @@ pub(super) fn open(disk: Arc<dyn Disk>, config: Config) -> Result<(Arc<Shared>, 
         latched: OnceLock::new(),
         read_errors: AtomicU32::new(0),
         damaged: found.damaged,
+        segment_bytes,
+        full: AtomicBool::new(false),
         queue: Mutex::new(Queue::default()),
         wake: Condvar::new(),
         room: Condvar::new(),

@@ -77,7 +77,7 @@ pub enum Body {
 /// Figures of a store.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Stat {
-    /// Bytes that pieces and what belongs to them may take.
+    /// Bytes that pieces take or may take: what is used and what is free.
     pub total: u64,
     /// Bytes free for pieces, those included that emptying segments brings back.
     pub free: u64,
@@ -318,20 +318,27 @@ impl Store {
         let index = self.shared.index.read();
         let have: u64 = index.segments.values().map(|s| s.header.size).sum();
         let live: u64 = index.segments.values().map(|s| s.live + s.tombs).sum();
-        // Stores on one file system share what it has left.
-        let fs_free = space.free.saturating_sub(config.keep_free);
+        // New pieces need whole segments. Stores on one file system share what it has left.
+        let size = self.shared.segment_bytes.max(1);
+        let whole = |bytes: u64| bytes - bytes % size;
+        let fs_free = whole(space.free.saturating_sub(config.keep_free));
         let room = fs_free / config.sharers.max(1);
-        let total = config.capacity.map_or(have + room, |capacity| capacity.min(have + room));
-        let reserve = config.reserve as u64 * index.segments.values().next().map_or(0, |s| s.header.size);
-        let free = total.saturating_sub(live + reserve);
+        let room = config.capacity.map_or(room, |most| whole(most.saturating_sub(have)).min(room));
+        let all = have + room;
+        // A put was refused, and nothing came back since: what is left lies in pieces too small for anybody.
+        let full = room < size && self.shared.full.load(Ordering::Relaxed);
+        let reserve = config.reserve as u64 * size;
+        let free = if full { 0 } else { all.saturating_sub(live + reserve) };
+        let used = index.payload();
         Ok(Stat {
-            total,
+            // 0 would say that nothing is known.
+            total: (used + free).max(1),
             free,
             fs: space.fs,
             fs_free,
             // The rest is in segments that it has already.
-            fs_share: total.saturating_sub(have).min(free),
-            used: index.payload(),
+            fs_share: room.min(free),
+            used,
             pieces: index.pieces() as u64,
             damaged: self.shared.damaged,
             bad: index.bad_count() as u64,

@@ -433,11 +433,15 @@ fn a_full_disk_refuses_puts_and_still_deletes() {
         }
         assert!(matches!(rig.put(stored, false), Err(Error::NoSpace { server: ServerId(7) })));
         assert!(stored > 50);
+        let stat = rig.store.stat().unwrap();
+        assert_eq!((stat.free, stat.total), (0, stat.used), "what is refused is not free");
         for round in 0..6 {
             // Every third piece dies: nothing is half dead, and yet the space comes back.
             let there = |c: &u64| rig.read(*c).is_ok();
             let dead: Vec<u64> = (0..stored).filter(|c| c % 3 == round % 3).filter(there).collect();
             assert_eq!(rig.delete(&dead).unwrap(), dead.len() as u64);
+            let stat = rig.store.stat().unwrap();
+            assert!(stat.free > 0 && stat.total == stat.used + stat.free, "{stat:?}");
             while rig.writer.maintain() {}
             rig.store.shared.index.read().audit();
             let back = dead.iter().filter(|counter| rig.put(**counter, false).is_ok()).count();

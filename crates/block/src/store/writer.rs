@@ -6,6 +6,7 @@
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use bytes::Bytes;
@@ -319,6 +320,7 @@ impl Writer {
                     tombs.iter().for_each(|tomb| index.delete(tomb.key, segment));
                     self.look_again = true;
                     self.nothing_to_gain = false;
+                    self.shared.full.store(false, Ordering::Relaxed);
                 }
             }
         }
@@ -332,12 +334,15 @@ impl Writer {
         self.shared.check_latch()?;
         let Some(next) = self.take_free(purpose)? else {
             // Emptying a segment may have changed the active one; the caller looks again.
-            return if purpose == Purpose::Put && self.empty_one()? {
-                Ok(())
-            } else {
-                Err(Error::NoSpace { server: self.shared.config.server })
-            };
+            if purpose == Purpose::Put && self.empty_one()? {
+                return Ok(());
+            }
+            self.shared.full.fetch_or(purpose == Purpose::Put, Ordering::Relaxed);
+            return Err(Error::NoSpace { server: self.shared.config.server });
         };
+        if purpose == Purpose::Put {
+            self.shared.full.store(false, Ordering::Relaxed);
+        }
         self.start_generation(next, Use::Open)?;
         if let Some(old) = self.active.replace(next) {
             let tail = self.shared.index.read().segments.get(&old).map_or(DATA, |s| s.tail);

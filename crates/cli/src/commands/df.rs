@@ -10,6 +10,12 @@ use crate::connect::Ask;
 use crate::{print, roles};
 
 /// Show space used and free, by data server and in all
+///
+///   torchfs df
+///   torchfs df --json
+///
+/// TOTAL is what is used and what is free for data; what servers keep back for deleting is in neither. Servers on one file
+/// system share what it has left: `all` counts that once.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
@@ -34,9 +40,10 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         println!("{out:#}");
         return Ok(ExitCode::SUCCESS);
     }
+    // Rounded up, as df does: what has one byte used is not empty.
     let percent = |used: u64, free: u64| match used + free {
         0 => "-".to_string(),
-        all => format!("{} %", used.saturating_mul(100) / all),
+        all => format!("{} %", used.saturating_mul(100).div_ceil(all)),
     };
     let mut rows: Vec<Vec<String>> = report
         .servers

@@ -128,6 +128,8 @@ pub(crate) struct Repairs {
     /// Servers whose last removal has an unknown outcome: nothing is counted on until then.
     unsure: BTreeMap<ServerId, Instant>,
     scrub_saved: Option<Instant>,
+    /// When figures were last set.
+    pub told: Option<Instant>,
     pieces_done: u64,
     bytes_done: u64,
     /// Pieces and bytes that were copied off servers that are being emptied.

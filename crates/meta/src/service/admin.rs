@@ -110,7 +110,7 @@ impl Meta {
         Ok(Done::Use(namespace::volume_use(&counters, total, free, meta_free)))
     }
 
-    fn status(&self, state: &State, now: Instant) -> Result<StatusReport> {
+    pub(super) fn status(&self, state: &State, now: Instant) -> Result<StatusReport> {
         let (mut inodes, mut blocks, mut bytes, mut dead) = (0, 0, 0, 0);
         for volume in state.volumes.keys() {
             let counters = self.view(*volume).counters()?;
@@ -198,6 +198,17 @@ impl Meta {
                 let what = if disk.silent_ms.is_some() { "hangs" } else { "failed" };
                 warnings.push(format!("disk {path} of data server {} {what}: {fault}", server.id));
             }
+        }
+        let full: Vec<String> =
+            servers.iter().filter(|server| server.is_full()).map(|server| server.id.to_string()).collect();
+        if !full.is_empty() {
+            let (who, take) = match &full[..] {
+                [one] => (format!("data server {one} is"), "takes"),
+                several => (format!("data servers {} are", several.join(", ")), "take"),
+            };
+            warnings.push(format!(
+                "{who} full and {take} no more data; delete files, or add a data server and run `torchfs rebalance`"
+            ));
         }
         if repair.lost > 0 {
             warnings.push(format!(

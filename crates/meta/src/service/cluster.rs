@@ -14,8 +14,11 @@ use torchfs_proto::{Code, Fault, LayoutId, Result, ServerId, SessionId, key};
 
 use super::{Chore, Meta, State};
 use crate::members::Members;
+use crate::metrics;
 use crate::table::Table;
 
+/// How often the figures of the cluster are set.
+const FIGURES_EVERY: Duration = Duration::from_secs(2);
 /// Removed servers that are remembered.
 const REMOVED_MAX: usize = 256;
 
@@ -247,6 +250,13 @@ impl Meta {
             }
             if let Err(fault) = self.search_late(state, now) {
                 tracing::warn!("a search for late pieces cannot be begun: {fault}");
+            }
+            if state.repairs.told.is_none_or(|last| now >= last + FIGURES_EVERY) {
+                state.repairs.told = Some(now);
+                match self.status(state, now) {
+                    Ok(status) => metrics::cluster(&status, &self.engine.stats(), &self.engine.peers()),
+                    Err(fault) => tracing::debug!("the cluster has no figures: {fault}"),
+                }
             }
         }
     }

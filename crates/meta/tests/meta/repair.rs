@@ -899,3 +899,17 @@ fn a_layout_that_nothing_uses_stays_while_a_session_may_commit_to_it() {
     assert_eq!(world.placement().layout(old), None);
     clean(&world, &servers);
 }
+
+#[test]
+fn a_server_that_takes_no_more_data_is_named_by_the_status() {
+    let world = world("replicas:2");
+    Servers::join(&world, 3);
+    let beat = |free: u64| {
+        let (used, total) = (1 << 30, (1 << 30) + free);
+        let addr = addr(2);
+        world.admin(Op::Heartbeat(Heartbeat { store: 2, addr, total, free, used, ..Heartbeat::default() }));
+        let Done::Status(status) = world.admin(Op::Status) else { panic!() };
+        status.warnings.iter().any(|line| line.contains("data server 2 is full"))
+    };
+    assert_eq!((beat(1 << 30), beat(0), beat(1 << 30)), (false, true, false));
+}
