@@ -28,6 +28,13 @@ pub type Substitutes = Vec<(u8, ServerId)>;
 /// What clients see of a server: number, address, zone, whether it is up, whether it drains.
 type ShownServer<'a> = (ServerId, &'a str, &'a str, bool, bool);
 
+/// How often a group was marked dirty, and how often because pieces may be gone from where they were seen.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Dirt {
+    marks: u64,
+    losses: u64,
+}
+
 /// Servers and layouts.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Table {
@@ -38,7 +45,7 @@ pub struct Table {
     /// Rises with every change that clients should know.
     pub version: u64,
     /// How often each group was marked dirty since the start; a pass that ends compares.
-    pub dirt: BTreeMap<GroupAt, u64>,
+    dirt: BTreeMap<GroupAt, Dirt>,
     /// The same for servers that may hold stale pieces.
     pub marks: BTreeMap<ServerId, u64>,
 }
@@ -256,8 +263,12 @@ impl Table {
     }
 
     /// Everything of the group is at its target. Dirty marks that came since `dirt` stay. Old holders may have stale pieces.
-    pub fn settle(&mut self, at: GroupAt, dirt: u64) {
-        let again = self.dirt.get(&at).copied().unwrap_or(0) != dirt;
+    pub fn settle(&mut self, at: GroupAt, dirt: Dirt) {
+        let since = self.dirt(at);
+        if since.losses != dirt.losses {
+            return; // what was seen at the target may be gone: whoever had it before stays known
+        }
+        let again = since != dirt;
         let Some(group) = self.group_mut(at) else { return };
         let mut left: BTreeSet<ServerId> = group.former.drain(..).map(|(_, server)| server).collect();
         if !group.moving_to.is_empty() {
@@ -274,11 +285,24 @@ impl Table {
         }
     }
 
+    /// How often the group was marked.
+    pub fn dirt(&self, at: GroupAt) -> Dirt {
+        self.dirt.get(&at).copied().unwrap_or_default()
+    }
+
     /// Pieces of the group may be missing.
     pub fn mark_dirty(&mut self, at: GroupAt) {
+        self.mark_substituted(at);
+        if let Some(dirt) = self.dirt.get_mut(&at) {
+            dirt.losses += 1;
+        }
+    }
+
+    /// A new block of the group has pieces elsewhere. Its record names them, so that what is known of the others holds.
+    pub fn mark_substituted(&mut self, at: GroupAt) {
         if let Some(group) = self.group_mut(at) {
             group.dirty = true;
-            *self.dirt.entry(at).or_default() += 1;
+            self.dirt.entry(at).or_default().marks += 1;
         }
     }
 

@@ -15,7 +15,7 @@ use super::{PieceAt, Pulled, RepairPeers, Wait, pull_item};
 use crate::metrics;
 use crate::server::within;
 use crate::service::{Meta, State};
-use crate::table::GroupAt;
+use crate::table::{Dirt, GroupAt};
 
 /// Records that one step reads at most.
 const SCAN_MAX: usize = 8_192;
@@ -34,7 +34,7 @@ pub(super) struct Pass {
 #[derive(Clone, Copy, Debug)]
 struct Checked {
     version: u32,
-    dirt: u64,
+    dirt: Dirt,
     failed: bool,
     /// A server of the target was not there at some time.
     lacks: bool,
@@ -107,8 +107,10 @@ impl Meta {
         let mut groups = BTreeMap::new();
         for (at, layout, group) in dirty {
             if table.margin(layout, group) == least {
-                let dirt = table.dirt.get(&at).copied().unwrap_or(0);
-                groups.insert(at, Checked { version: group.version, dirt, failed: false, lacks: false });
+                groups.insert(
+                    at,
+                    Checked { version: group.version, dirt: table.dirt(at), failed: false, lacks: false },
+                );
             }
         }
         state.repairs.lost.retain(|_, at| !groups.contains_key(at));

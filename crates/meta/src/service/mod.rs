@@ -357,7 +357,7 @@ impl Meta {
         self.store_outcome(state, request, &mut view, decision.answered.clone())?;
         if !decision.dirty.is_empty() {
             let (table, _) = edit.get_or_insert_with(|| (state.members.table.clone(), state.cluster.clone()));
-            decision.dirty.iter().for_each(|group| table.mark_dirty(*group));
+            decision.dirty.iter().for_each(|group| table.mark_substituted(*group));
         }
         if let Some((table, counters)) = &mut edit {
             table.write(&state.members.table, &mut view, counters, &state.cluster);

@@ -274,6 +274,60 @@ fn a_server_in_doubt_is_looked_at_when_the_doubt_ends_during_a_pass() {
 }
 
 #[test]
+fn what_a_target_loses_while_a_group_moves_to_it_comes_from_where_it_was() {
+    let world = world("replicas:1");
+    let servers = Servers::join(&world, 2);
+    let beat = |ids: &[u64]| {
+        let disk = |id: &u64| DiskInfo { id: *id, total: 1 << 39, free: 1 << 38, ..DiskInfo::default() };
+        let disks = ids.iter().map(disk).collect();
+        let beat = Heartbeat { store: 2, addr: addr(2), total: 1 << 40, disks, ..Heartbeat::default() };
+        world.admin(Op::Heartbeat(beat));
+    };
+    beat(&[7, 8]);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 48, BIG);
+    servers.advance_ms(&world, 12_000);
+    let had = servers.pieces(1);
+    world.admin(Op::Drain { server: world.server_id(1), on: true });
+    servers.repair_steps(&world, 1);
+    let copied: Vec<_> = had.iter().copied().filter(|at| servers.has(2, *at)).collect();
+    assert!(!copied.is_empty() && copied.len() < had.len(), "a pass is under way");
+    // A disk fails with what was copied to it.
+    copied.iter().for_each(|at| servers.lose(2, *at));
+    beat(&[7]);
+    servers.settle(&world);
+    assert_eq!((servers.readable(&world), world.repair_report().lost), (true, 0));
+    clean(&world, &servers);
+    assert_eq!(world.repair_report().drains[0].groups, 0);
+}
+
+#[test]
+fn a_late_commit_does_not_hold_up_the_move_of_its_group() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 36, BIG);
+    servers.advance_ms(&world, 12_000);
+    let old = world.placement();
+    let layout = old.layouts.last().unwrap().id;
+    let late: Vec<_> = (0..12).map(|_| servers.put_block(&old, layout, writer.id(), BIG)).collect();
+    world.admin(Op::Drain { server: world.server_id(1), on: true });
+    servers.repair_steps(&world, 1);
+    late.into_iter().for_each(|block| writer.commit(&world, block).unwrap());
+    while world.repair_report().pass_total > 0 {
+        servers.repair_steps(&world, 1);
+    }
+    let report = world.repair_report();
+    assert!(
+        report.moving == 0 && report.dirty > 0,
+        "they are looked at once more, but have moved: {report:?}"
+    );
+    assert!(servers.readable(&world));
+    servers.settle(&world);
+    clean(&world, &servers);
+}
+
+#[test]
 fn a_removal_whose_answer_is_lost_is_doubted() {
     let world = world("replicas:2");
     let servers = Servers::join(&world, 3);

@@ -130,6 +130,10 @@ impl Servers {
         self.inner.lock().stores[&addr(server)].pieces.contains(&at)
     }
 
+    pub fn pieces(&self, server: u32) -> Vec<PieceAt> {
+        self.inner.lock().stores[&addr(server)].pieces.iter().copied().collect()
+    }
+
     pub fn count(&self, server: u32) -> usize {
         self.inner.lock().stores[&addr(server)].pieces.len()
     }
@@ -137,6 +141,11 @@ impl Servers {
     /// A disk of the server is lost with all that is on it.
     pub fn wipe(&self, server: u32) {
         self.inner.lock().stores.get_mut(&addr(server)).unwrap().pieces.clear();
+    }
+
+    /// A piece is lost, and nobody knows.
+    pub fn lose(&self, server: u32, at: PieceAt) {
+        self.inner.lock().stores.get_mut(&addr(server)).unwrap().pieces.remove(&at);
     }
 
     /// A piece is there that the service knows nothing of.
