@@ -13,10 +13,14 @@ use torchfs_proto::{Ino, Result, SessionId, key};
 use crate::metrics;
 use crate::namespace::{self, Decision, Progress};
 use crate::service::sessions::Ending;
+use crate::service::signals::Topic;
 use crate::service::{Chore, Meta, State};
 
 /// Orphans that one sweep looks at.
 const SWEEP_MAX: usize = 256;
+
+/// Locks that one piece of work releases.
+const UNLOCK_MAX: usize = 4_096;
 
 /// Pieces of work in one tick.
 const CHORES_MAX: usize = 64;
@@ -131,6 +135,16 @@ impl Meta {
                 let left = namespace::trim(&mut view, node.1, progress, self.config.trim_extents)?;
                 self.order(state, view, now)?;
                 Ok(left.map(|progress| Chore::Trim(node, progress)))
+            }
+            Chore::Unlock(node, session) => {
+                let mut view = self.view(node.0);
+                view.frees = true;
+                let done = namespace::release_locks(&mut view, node.1, session, UNLOCK_MAX)?;
+                if !view.is_clean() {
+                    self.order(state, view, now)?;
+                    state.signals.wake(Topic::Lock(node));
+                }
+                Ok((!done).then_some(chore))
             }
             Chore::Sweep(volume, after) => {
                 let mut view = self.view(volume);

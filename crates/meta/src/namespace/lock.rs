@@ -129,14 +129,14 @@ pub fn set_lock(view: &mut View<'_>, ino: Ino, held: &[Held], wanted: &Held) -> 
     Ok(!kept.is_empty() || held.iter().any(others))
 }
 
-/// Releases all locks of a session on a file.
-pub fn release_locks(view: &mut View<'_>, ino: Ino, session: SessionId) -> Result<()> {
-    for held in held_locks(view, ino)? {
-        if held.session == session {
-            view.delete(key_of(view, ino, session, &held.lock));
-        }
+/// Releases the locks of a session on a file, at most so many; answers whether none is left.
+pub fn release_locks(view: &mut View<'_>, ino: Ino, session: SessionId, most: usize) -> Result<bool> {
+    let mut held = held_locks(view, ino)?;
+    held.retain(|held| held.session == session);
+    for held in held.iter().take(most) {
+        view.delete(key_of(view, ino, session, &held.lock));
     }
-    Ok(())
+    Ok(held.len() <= most)
 }
 
 fn key_of(view: &View<'_>, ino: Ino, session: SessionId, lock: &FileLock) -> Vec<u8> {

@@ -108,6 +108,8 @@ pub(crate) enum Chore {
     Trim(Node, Progress),
     /// Take ended sessions off the orphans after this one.
     Sweep(VolumeId, Ino),
+    /// Release the locks on a file of a session that has ended.
+    Unlock(Node, SessionId),
     /// Remove what is in a removed volume.
     Empty(VolumeId),
 }

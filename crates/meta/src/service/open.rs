@@ -203,10 +203,17 @@ fn load_volume(
     let locks = key::space(volume, key::Space::Lock);
     view.scan(&locks, &key::after(&locks), false, &mut |at, _: record::Lock| {
         if let Some(parts) = key::Parts::of(at)
-            && let (Some(ino), Some(session)) = (parts.u64_at(0), parts.u64_at(9))
-            && let Some(session) = sessions.get_mut(&SessionId(session))
+            && let (Some(ino), Some(id)) = (parts.u64_at(0), parts.u64_at(9))
         {
-            session.locked.insert(Ino(ino));
+            let unlock = Chore::Unlock((volume, Ino(ino)), SessionId(id));
+            match sessions.get_mut(&SessionId(id)) {
+                Some(session) => {
+                    session.locked.insert(Ino(ino));
+                }
+                // Its session has ended, and not all of its locks went with it. Those of one file follow each other, mostly.
+                None if chores.back() != Some(&unlock) => chores.push_back(unlock),
+                None => {}
+            }
         }
         ControlFlow::Continue(())
     })?;

@@ -24,6 +24,10 @@ use crate::view::View;
 const EVENTS_MAX: usize = 1_024;
 /// Leases in one Forget or Reclaim, and events in one Ack.
 const LIST_MAX: usize = 1 << 20;
+/// Ids set aside for a session at a time. What it is granted grows within them, so its ranges stay few for all its life.
+const ARENA_IDS: u32 = 1 << 20;
+/// Changes after which the batch that ends a session leaves locks to the upkeep.
+const END_CHANGES_MAX: usize = 16_384;
 /// Longest of the texts a session tells about itself.
 const TEXT_MAX: usize = 4_096;
 
@@ -62,6 +66,8 @@ pub(crate) struct Session {
     /// Changes told again that wait, with those that wait behind them: they happen in the order of their sequences.
     pub held_up: BTreeSet<u64>,
     pub ranges: Vec<IdRange>,
+    /// Ids that are set aside for it behind its last range. Not written down: after a restart ids are of a new incarnation.
+    pub spare: u32,
     /// Results that are stored.
     pub outcomes: BTreeSet<(u64, u32)>,
     pub watermark: u64,
@@ -89,6 +95,7 @@ impl Session {
             telling: None,
             held_up: BTreeSet::new(),
             ranges: Vec::new(),
+            spare: 0,
             outcomes: BTreeSet::new(),
             watermark: 0,
             last_seq: 0,
@@ -387,22 +394,31 @@ impl Meta {
         };
         let mut view = self.view(session.volume);
         let mut counters = state.cluster.clone();
-        let incarnation = self.engine.incarnation().0;
-        if counters.incarnation != incarnation {
-            counters.incarnation = incarnation;
-            counters.next_block = 0;
+        let (mut ranges, mut spare) = (session.ranges.clone(), session.spare);
+        if spare < count {
+            let incarnation = self.engine.incarnation().0;
+            if counters.incarnation != incarnation {
+                counters.incarnation = incarnation;
+                counters.next_block = 0;
+            }
+            ranges.push(IdRange { first: BlockId { incarnation, counter: counters.next_block }, count: 0 });
+            spare = ARENA_IDS.max(count);
+            counters.next_block += u64::from(spare);
+            view.put(key::cluster_counters(), &counters);
         }
-        let ids = IdRange { first: BlockId { incarnation, counter: counters.next_block }, count };
-        counters.next_block += u64::from(count);
-        view.put(key::cluster_counters(), &counters);
-        let range = record::Range { born: view.born, ids };
-        view.put(key::range(session.volume, request.session, ids.first), &range);
+        let Some(range) = ranges.last_mut() else { return Err(Code::Internal.into()) };
+        let first = BlockId { counter: range.first.counter + u64::from(range.count), ..range.first };
+        let ids = IdRange { first, count };
+        range.count += count;
+        spare -= count;
+        let record = record::Range { born: view.born, ids: *range };
+        view.put(key::range(session.volume, request.session, range.first), &record);
         self.store_outcome(state, request, &mut view, Some(Answered::Ids(ids)))?;
         let seq = self.order(state, view, now)?;
         self.stored_outcome(state, request, true);
         state.cluster = counters;
         if let Some(session) = state.sessions.get_mut(&request.session) {
-            session.ranges.push(ids);
+            (session.ranges, session.spare) = (ranges, spare);
         }
         // Blocks are put under these ids before anything else tells of them: the range must not get lost.
         let reply = self.reply(state, request.session, Ok(Done::Ids(ids)), seq, Vec::new());
@@ -451,8 +467,12 @@ impl Meta {
             view.delete(key::outcome(volume, id, *seq, *step));
         }
         let locked: Vec<Ino> = session.locked.iter().copied().collect();
+        let mut left = Vec::new();
         for ino in &locked {
-            namespace::release_locks(&mut view, *ino, id)?;
+            let room = END_CHANGES_MAX.saturating_sub(view.len());
+            if !namespace::release_locks(&mut view, *ino, id, room)? {
+                left.push(Chore::Unlock((volume, *ino), id));
+            }
         }
         let now = self.clock.now();
         let mut repair = state.repairs.settings.clone();
@@ -470,6 +490,7 @@ impl Meta {
             state.signals.wake(Topic::Lease(node));
         }
         state.signals.wake(Topic::Events(id));
+        state.chores.extend(left);
         state.chores.push_back(Chore::Sweep(volume, Ino(0)));
         self.look_at_grace(state, now);
         tracing::info!(session = id.0, "a session ends: {}", why.shown());

@@ -1,9 +1,10 @@
 //! Sessions: their beginning, their end, and the grace after a restart.
 
+use torchfs_engine::Engine;
 use torchfs_proto::attr::Kind;
 use torchfs_proto::extent::RangeOp;
 use torchfs_proto::msg::meta::{Done, FileLock, LockKind, LockType, Op, lease};
-use torchfs_proto::{Code, Ino};
+use torchfs_proto::{Code, Ino, Seq, VolumeId, key, record};
 
 use crate::content::{block, commit, nth, within};
 use crate::world::{World, raw};
@@ -237,4 +238,72 @@ fn a_wait_for_a_lock_that_was_given_up_is_never_granted() {
     assert_eq!(late.result.unwrap_err().code, Code::WouldBlock);
     a.call(&world, lock(f, LockType::Write, 0, 19, false)).unwrap();
     assert_eq!(a.refused(&world, lock(f, LockType::Write, 20, 20, false)), Code::WouldBlock);
+}
+
+#[test]
+fn the_ranges_of_a_session_stay_few_however_many_ids_it_gets() {
+    let world = World::new();
+    world.server(1);
+    let (mut a, mut b) = (world.client(), world.client());
+    let mut granted = std::collections::BTreeSet::new();
+    let ranges = |world: &World, session| {
+        let all = key::ranges(VolumeId(1), session);
+        let mut count = 0;
+        let visit = &mut |_: &[u8], _: &[u8]| {
+            count += 1;
+            std::ops::ControlFlow::Continue(())
+        };
+        world.engine.scan(&all, &key::after(&all), false, visit).unwrap();
+        count
+    };
+    for _ in 0..100 {
+        for client in [&mut a, &mut b] {
+            client.watermark = client.seq;
+            let ids = client.ids(&world, 4_096);
+            assert!((0..4_096).all(|n| granted.insert(nth(ids, n))), "an id is granted once");
+        }
+    }
+    assert_eq!((ranges(&world, a.id), ranges(&world, b.id)), (1, 1));
+    // Ids of one session do not pass for the other's.
+    let f = a.file(&world, "f");
+    let grant = a.open_write(&world, f);
+    let write = |id| vec![RangeOp::Write { offset: 0, len: 4, source: within(id, 0) }];
+    let (mine, others) = (a.ids(&world, 1).first, b.ids(&world, 1).first);
+    assert_eq!(a.refused(&world, commit(f, grant, vec![block(others, 4)], write(others))), Code::Fenced);
+    a.call(&world, commit(f, grant, vec![block(mine, 4)], write(mine))).unwrap();
+    let world = world.restart();
+    assert_eq!((ranges(&world, a.id), world.problems()), (1, vec![]));
+}
+
+#[test]
+fn a_session_with_very_many_locks_ends_and_all_of_them_go_also_after_a_crash() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    let files: Vec<Ino> = (0..3).map(|n| a.file(&world, &format!("f{n}"))).collect();
+    // Written as the service writes them, but faster. More than one batch could release.
+    for file in &files {
+        let mut batch = torchfs_engine::Batch::at(0);
+        for n in 0..40_000u64 {
+            let lock = record::Lock { born: Seq(1), ty: LockType::Write, end: n * 10, pid: 1 };
+            let at = key::lock(VolumeId(1), *file, LockKind::Posix, a.id, 5, n * 10);
+            batch.put(at, torchfs_proto::msg::encode(&lock));
+        }
+        world.engine.order(batch).unwrap();
+    }
+    let world = world.restart();
+    a.call(&world, Op::ResumeSession).unwrap();
+    a.call(&world, Op::Reclaim { leases: vec![], open: vec![], last: true }).unwrap();
+    a.call(&world, Op::CloseSession).unwrap();
+    world.sync();
+    // Not all of them are gone with it; a restart finds the others.
+    let world = world.power_cut(1);
+    b.call(&world, Op::ResumeSession).unwrap();
+    b.call(&world, Op::Reclaim { leases: vec![], open: vec![], last: true }).unwrap();
+    while world.meta.run_chores(100) > 0 {}
+    let lock =
+        FileLock { kind: LockKind::Posix, ty: LockType::Write, owner: 1, pid: 1, start: 0, end: u64::MAX };
+    for ino in files {
+        b.call(&world, Op::Lock { ino, lock: lock.clone(), wait: false }).unwrap();
+    }
+    assert_eq!(world.problems(), Vec::<String>::new());
 }
