@@ -300,8 +300,204 @@ fn mount_in_the_background_returns_when_the_mount_answers() {
     cluster.torchfs(["mount", &path.to_string_lossy()]).ok();
     fs::write(path.join("f"), "at once").unwrap();
     assert_eq!(fs::read_to_string(path.join("f")).unwrap(), "at once");
-    cluster.torchfs(["umount", &path.to_string_lossy()]).ok();
+    // By a link to it, too.
+    let link = cluster.sandbox().path("link");
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    let shown = fs::read_to_string("/proc/self/mountinfo").unwrap();
+    let line = shown.lines().find(|line| line.contains(&*path.to_string_lossy())).unwrap();
+    assert!(line.contains("torchfs:main"), "the source names the volume: {line}");
+    assert!(cluster.torchfs(["sessions"]).ok().contains("main"), "so do sessions");
+    cluster.torchfs(["umount", &link.to_string_lossy()]).ok();
     assert!(!sys::mounted(&path));
+    let sessions: Value = serde_json::from_str(&cluster.torchfs(["sessions", "--json"]).ok()).unwrap();
+    assert_eq!(sessions["sessions"].as_array().map(Vec::len), Some(0), "the session has ended: {sessions}");
+}
+
+#[test]
+fn what_a_cluster_stores_is_for_its_owner_alone() {
+    use std::os::unix::fs::PermissionsExt;
+    let cluster = Cluster::start();
+    let mount = cluster.mount();
+    fs::write(mount.at("f"), Rng::new(1).bytes(1 << 20)).unwrap();
+    let mut looked = 0;
+    let mut look = vec![cluster.sandbox().path("meta"), cluster.data_dir(0)];
+    while let Some(folder) = look.pop() {
+        for entry in fs::read_dir(&folder).unwrap().map(Result::unwrap) {
+            let mode = entry.metadata().unwrap().permissions().mode();
+            assert_eq!(mode & 0o077, 0, "{} has mode {mode:o}", entry.path().display());
+            looked += 1;
+            // LMDB gives its own files the usual mode; its folder keeps others out.
+            if entry.file_type().unwrap().is_dir() && entry.file_name() != "replica" {
+                look.push(entry.path());
+            }
+        }
+    }
+    assert!(looked > 5, "{looked} files and folders");
+}
+
+#[test]
+fn a_mount_that_waits_for_its_service_says_so_and_can_be_ended() {
+    let sandbox = Sandbox::new();
+    let port = Port::reserve();
+    let client = Client::new(&sandbox, &port.address(), &make_secret(&sandbox));
+    let path = sandbox.folder("mnt").to_string_lossy().into_owned();
+    sentence(client.torchfs(["mount", &path, "--connect-timeout", "1s"]), &[&port.address()]);
+
+    let mut agent = client.process("agent", "mount");
+    agent.args(["--foreground", &path, "--connect-timeout", "1h"]).start();
+    eventually("it to say that it waits", || {
+        if agent.log().contains("waiting for the metadata service") { Ok(()) } else { Err(agent.log()) }
+    });
+    agent.signal(libc::SIGTERM);
+    assert!(!agent.wait_end().success());
+    assert!(agent.log().contains("before") && agent.log().contains(&path), "{}", agent.log());
+
+    // In the background: the agent ends with the command that waits for it, and mounts nothing later.
+    let mut command = client.process("command", "mount");
+    command.args([&path, "--connect-timeout", "1h"]).start();
+    eventually("the command to say what it waits for", || {
+        if command.log().contains(&port.address()) { Ok(()) } else { Err(command.log()) }
+    });
+    let parent = format!("--parent\0{}\0", command.pid());
+    let agents = || {
+        let lines =
+            fs::read_dir("/proc").unwrap().filter_map(|e| fs::read(e.ok()?.path().join("cmdline")).ok());
+        lines.filter(|line| String::from_utf8_lossy(line).contains(&parent)).count()
+    };
+    assert_eq!(agents(), 1);
+    command.kill();
+    eventually("the agent to end", || if agents() == 0 { Ok(()) } else { Err("it lives".into()) });
+}
+
+#[test]
+fn umount_waits_until_what_was_written_is_on_its_servers() {
+    let cluster = Cluster::with(Options { mount_args: vec!["--writeback".into()], ..Options::default() });
+    let mut mount = cluster.mount();
+    let bytes = Rng::new(1).bytes(4 << 20);
+    cluster.data.iter().for_each(|server| server.signal(libc::SIGSTOP));
+    fs::write(mount.at("f"), &bytes).unwrap();
+    let mut umount = cluster.client().process("umount", "umount");
+    umount.args([mount.path()]).start();
+    eventually("umount to say what it waits for", || {
+        if umount.log().contains("on its servers") { Ok(()) } else { Err(umount.log()) }
+    });
+    assert!(umount.running() && mount.agent.running());
+    cluster.data.iter().for_each(|server| server.signal(libc::SIGCONT));
+    let status = umount.wait_end();
+    assert!(status.success(), "{status}: {}", umount.log());
+    assert!(mount.agent.wait_end().success());
+    mount.start();
+    assert_eq!(fs::read(mount.at("f")).unwrap(), bytes);
+}
+
+#[test]
+fn umount_says_when_what_was_written_is_lost() {
+    let mount_args = ["--writeback", "--op-timeout", "2s"].map(String::from).to_vec();
+    let mut cluster = Cluster::with(Options { mount_args, ..Options::default() });
+    let mut mount = cluster.mount();
+    let mut file = File::create(mount.at("f")).unwrap();
+    file.write_all(b"x").unwrap();
+    file.sync_all().unwrap();
+    drop(file);
+    cluster.data.iter_mut().for_each(torchfs_tests::Proc::kill);
+    fs::write(mount.at("f"), Rng::new(1).bytes(4 << 20)).unwrap();
+    let path = mount.path().to_string_lossy().into_owned();
+    sentence(cluster.torchfs(["umount", &path]), &["could not be written back"]);
+    assert!(!mount.agent.wait_end().success(), "the agent says so, too");
+    assert!(!sys::mounted(mount.path()));
+}
+
+#[test]
+fn mount_a_finds_its_own_mounts_and_honours_their_options() {
+    let cluster = Cluster::start();
+    let path = cluster.sandbox().folder("mnt");
+    let table = cluster.sandbox().path("fstab");
+    let secret = cluster.sandbox().path("secret");
+    let line = format!(
+        "{} {} torchfs noexec,nosuid,nodev,ro,secret_file={} 0 0\n",
+        cluster.address(),
+        path.display(),
+        secret.display()
+    );
+    fs::write(&table, line).unwrap();
+    // mount(8) looks for its helpers in one folder only; nobody else sees what is put over it here.
+    let script = r#"
+        set -e
+        mount -t tmpfs none /sbin
+        ln -s "$0" /sbin/mount.torchfs
+        ln -s "$0" /sbin/mount.fuse.torchfs
+        mount -a -f -T "$1" && ! mountpoint -q "$2"
+        mount -a -T "$1"
+        mount -a -T "$1"
+        grep " $2 " /proc/self/mountinfo
+        mount -o remount,rw "$2" && exit 3
+        "$0" umount "$2""#;
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", script]).arg(binary()).arg(&table).arg(&path);
+    command.env("TORCHFS_RUNTIME_DIR", cluster.sandbox().path("run")).env_remove("TORCHFS_META");
+    let ran = run(&mut command);
+    assert!(ran.err.contains("cannot be remounted"), "{}\n{}", ran.out, ran.err);
+    let shown = ran.ok();
+    assert_eq!(shown.lines().count(), 1, "mounted once: {shown}");
+    for word in ["ro,", "noexec", "nosuid", "nodev", cluster.address()] {
+        assert!(shown.contains(word), "{word}: {shown}");
+    }
+}
+
+#[test]
+fn servers_that_listen_everywhere_tell_an_address_that_others_can_use() {
+    let cluster = Cluster::start();
+    let mut data = cluster.client().process("data-everywhere", "data");
+    let dir = cluster.sandbox().path("everywhere");
+    data.args(["--dir".into(), dir.clone().into_os_string()]).args(["--listen", "0.0.0.0:0"]).start();
+    eventually("the fourth server", || {
+        let servers = cluster.status()["servers"].as_array().cloned().unwrap_or_default();
+        let usable = servers.iter().all(|s| s["addr"].as_str().is_some_and(|a| a.starts_with("127.0.0.1:")));
+        if servers.len() == 4 && usable { Ok(()) } else { Err(format!("{servers:?}\n{}", data.log())) }
+    });
+    let dir = cluster.sandbox().path("d").to_string_lossy().into_owned();
+    let everywhere = ["--dir", &dir, "--listen", "0.0.0.0:0", "--insecure"];
+    let database = ["--engine", "postgres://nobody@127.0.0.1:1/none"];
+    sentence(alone(["meta"].into_iter().chain(everywhere).chain(database)), &["--advertise"]);
+    sentence(alone(["up"].into_iter().chain(everywhere)), &["--advertise"]);
+}
+
+#[test]
+fn a_new_data_server_waits_for_its_metadata_service() {
+    let sandbox = Sandbox::new();
+    let port = Port::reserve();
+    let client = Client::new(&sandbox, &port.address(), &make_secret(&sandbox));
+    let mut data = client.process("data", "data");
+    data.args(["--dir".into(), sandbox.path("d").into_os_string()]).start();
+    eventually("it to say that it waits", || {
+        if data.log().contains("waiting for the metadata service") { Ok(()) } else { Err(data.log()) }
+    });
+    data.signal(libc::SIGTERM);
+    let status = data.wait_end();
+    assert!(status.success(), "{status}: {}", data.log());
+}
+
+#[test]
+fn servers_of_the_wrong_kind_or_cluster_are_said() {
+    let cluster = Cluster::start();
+    let mut other = Cluster::start();
+    let data = cluster.data_addresses().remove(0);
+    sentence(cluster.torchfs(["status", "--meta", &data]), &["address of a data server"]);
+    let meta = ["meta", "recover", "--list", "--data", cluster.address()];
+    sentence(cluster.torchfs(meta), &["address of a metadata service"]);
+    other.data[0].stop();
+    let dir = other.data_dir(0).to_string_lossy().into_owned();
+    sentence(cluster.torchfs(["data", "--dir", &dir]), &["another cluster"]);
+}
+
+#[test]
+fn nothing_is_not_taken_for_a_size_or_a_time() {
+    for flag in [["--op-timeout", "0"], ["--cache-size", "1"], ["--connect-timeout", "0s"]] {
+        sentence(alone(["mount", "/mnt"].into_iter().chain(flag)), &[flag[0]]);
+    }
+    sentence(alone(["data", "--dir", "/none", "--capacity", "0"]), &["--capacity"]);
+    let cluster = Cluster::start();
+    sentence(cluster.torchfs(["servers", "--no-wait"]), &["--wait"]);
 }
 
 #[test]

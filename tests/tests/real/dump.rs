@@ -324,7 +324,11 @@ fn a_dump_moves_a_cluster_into_postgresql_and_back() {
     cluster.meta.stop();
     cluster.torchfs(["meta", "dump", &file, "--dir", &folder]).ok();
     fs::rename(&folder, path("meta-before")).unwrap();
-    cluster.torchfs(["meta", "load", &file, "--engine", &url, "--dir", &folder]).ok();
+    let said = cluster.torchfs(["meta", "load", &file, "--engine", &url, "--dir", &folder]).ok();
+    assert!(said.contains(&format!("--engine '{url}'")), "the next step is whole: {said}");
+    // Without it the folder is not a service's own.
+    let ran = cluster.torchfs(["meta", "--dir", &folder, "--listen", "127.0.0.1:0"]);
+    assert!(ran.code == Some(1) && ran.err.contains("the replica of a database"), "{}", ran.err);
     let again = cluster.torchfs(["meta", "load", &file, "--engine", &url, "--dir", &path("other")]);
     assert!(again.code == Some(1) && again.err.contains("holds metadata already"), "{}", again.err);
     fs::write(&settings, format!("[meta]\nengine = \"{url}\"\n")).unwrap();
@@ -353,7 +357,30 @@ fn a_second_process_on_the_same_folder_is_refused() {
     let folder = cluster.sandbox().path("meta");
     let ran = cluster.torchfs(["meta", "--dir", folder.to_str().unwrap(), "--listen", "127.0.0.1:0"]);
     assert!(ran.code == Some(1) && ran.err.contains("in use by another process"), "{}", ran.err);
+    // Over a database that is not there, too: it is said before anybody waits for one.
+    let shared = ["--engine", "postgres://nobody@127.0.0.1:1/none"];
+    let words = ["meta", "--dir", folder.to_str().unwrap(), "--listen", "127.0.0.1:0"];
+    let ran = cluster.torchfs(words.into_iter().chain(shared));
+    assert!(ran.code == Some(1) && ran.err.contains("in use by another process"), "{}", ran.err);
     cluster.fsck();
+}
+
+#[test]
+fn a_dump_takes_the_place_of_files_only_and_is_for_its_owner_alone() {
+    use std::os::unix::fs::{FileTypeExt, MetadataExt, symlink};
+    let cluster = Cluster::start();
+    let path = |name: &str| cluster.sandbox().path(name).to_str().unwrap().to_owned();
+    torchfs_tests::sh("/", &format!("mkfifo '{}'", path("fifo")));
+    symlink("fifo", path("link-to-fifo")).unwrap();
+    symlink("file", path("link")).unwrap();
+    for refused in [&path("fifo"), &path("link-to-fifo"), &path(""), "-"] {
+        let ran = cluster.torchfs(["meta", "dump", refused]);
+        assert!(ran.code == Some(1) && ran.err.contains("give the name of a file"), "{}", ran.err);
+    }
+    assert!(fs::symlink_metadata(path("fifo")).unwrap().file_type().is_fifo());
+    cluster.torchfs(["meta", "dump", &path("link")]).ok();
+    assert!(fs::symlink_metadata(path("link")).unwrap().is_symlink(), "the link is followed");
+    assert_eq!(fs::metadata(path("file")).unwrap().mode() & 0o777, 0o600);
 }
 
 #[test]

@@ -442,6 +442,26 @@ fn the_writable_one_of_several_hosts_is_followed_without_losing_a_commit() {
 }
 
 #[test]
+fn a_server_that_is_refused_leaves_no_tables_behind() {
+    let sandbox = Sandbox::new();
+    let database = Database::start(&sandbox);
+    let (one, two) = (database.create("one"), database.create("two"));
+    let dir = sandbox.path("replica");
+    let engine = lead(&dir, config(&one)).unwrap();
+    store(&engine, "a", "1");
+    engine.checkpoint().unwrap();
+    drop(engine);
+    let refused =
+        Standby::open(&dir, config(&two)).err().expect("the folder is of another cluster").to_string();
+    assert!(refused.contains("this database is empty") && refused.contains("--engine"), "{refused}");
+    let made = database.sql("two", "SELECT count(*) FROM pg_tables WHERE tablename LIKE 'torchfs%'");
+    assert!(made.contains('0'), "{made}");
+    drop(lead(&sandbox.path("other"), config(&two)).unwrap());
+    let refused = Standby::open(&dir, config(&two)).err().expect("still of another").to_string();
+    assert!(refused.contains("the database has cluster"), "{refused}");
+}
+
+#[test]
 fn urls_that_cannot_work_are_refused_with_a_sentence() {
     let refused = |url: &str| torchfs_engine::postgres::check_url(url).unwrap_err().to_string();
     assert!(refused("postgres://user:secret@host/db").contains("--pg-password-file"));
@@ -460,6 +480,16 @@ fn connections_are_encrypted_and_certificates_and_passwords_are_checked() {
     let mut database = Database::start(&sandbox);
     database.create("torchfs");
     database.sql("torchfs", "CREATE USER torchfs PASSWORD 'secret'; GRANT ALL ON SCHEMA public TO torchfs");
+    let open = |url: String| Standby::open(sandbox.folder("c"), config(&url)).err();
+    let plain = open(format!("postgres://torchfs@{}/torchfs?sslmode=require", database.address()));
+    assert!(
+        matches!(&plain, Some(Error::Database { what }) if what.contains("sslmode=disable")),
+        "{plain:?}"
+    );
+    database.sql("postgres", "CREATE USER stranger");
+    database.sql("torchfs", "REVOKE ALL ON SCHEMA public FROM public");
+    let stranger = open(format!("postgres://stranger@{}/torchfs", database.address()));
+    assert!(matches!(&stranger, Some(Error::Database { what }) if what.contains("--owner")), "{stranger:?}");
     database.stop();
     let authority = database.demand_tls_and_passwords();
     database.restart();
@@ -479,8 +509,10 @@ fn connections_are_encrypted_and_certificates_and_passwords_are_checked() {
     };
     let error = refused(PostgresConfig { password: Some("wrong-password".into()), ..right.clone() });
     assert!(error.contains("--pg-password-file"), "{error}");
+    let error = refused(PostgresConfig { password: None, ..right.clone() });
+    assert!(error.contains("--pg-password-file"), "{error}");
     let error = refused(PostgresConfig { ca_file: None, ..right.clone() });
-    assert!(error.contains("certificate"), "{error}");
+    assert!(error.contains("certificate") && error.contains("--pg-ca-file"), "{error}");
     let error = refused(PostgresConfig { url: url.replace("require", "disable"), ..right });
     assert!(error.contains("pg_hba.conf"), "{error}");
 }

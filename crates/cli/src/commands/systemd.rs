@@ -85,10 +85,12 @@ fn unit(args: &Args, program: &str) -> String {
         // Those unmount when they are told to end.
         _ => String::new(),
     };
+    // A data server may wait long for its cluster; what starts after it should not wait for that, too.
+    let kind = if matches!(args.role, Role::Data) { "exec" } else { "notify" };
     let words: String = words.iter().map(|word| format!(" {}", quoted(word))).collect();
     format!(
         "[Unit]\nDescription=TorchFS {what}\nAfter=network-online.target\nWants=network-online.target\n\n\
-         [Service]\nType=notify\n{before}ExecStart={program} {role}{words}\n{stop}Restart=on-failure\nRestartSec=1\n\
+         [Service]\nType={kind}\n{before}ExecStart={program} {role}{words}\n{stop}Restart=on-failure\nRestartSec=1\n\
          LimitNOFILE=1048576\nTimeoutStartSec=infinity\nTimeoutStopSec=330\nKillSignal=SIGTERM\n\n\
          [Install]\nWantedBy=multi-user.target\n"
     )
