@@ -50,6 +50,8 @@ pub struct Members {
 #[derive(Clone, Debug)]
 struct Live {
     heard: Instant,
+    /// It said something since this service started.
+    spoke: bool,
     reported: bool,
     placement: u64,
     total: u64,
@@ -206,6 +208,7 @@ impl Members {
         };
         *before = Live {
             heard: now,
+            spoke: true,
             // The first heartbeat of a new server comes before its store is open.
             reported: before.reported || beat.total > 0,
             placement: beat.placement,
@@ -300,7 +303,8 @@ impl Members {
             if let Some(live) = self.live.get(&server.id) {
                 info.disks = live.disks.clone();
                 info.load = if server.state < ServerState::Down { live.load } else { Load::default() };
-                if server.state == ServerState::Up && now >= live.heard + suspect {
+                // One that was up when this service stopped may have stopped meanwhile.
+                if server.state == ServerState::Up && (now >= live.heard + suspect || !live.spoke) {
                     info.state = ServerState::Suspected;
                 }
             }
@@ -401,6 +405,7 @@ impl Live {
     fn silent(now: Instant) -> Live {
         Live {
             heard: now,
+            spoke: false,
             reported: false,
             placement: 0,
             total: 0,

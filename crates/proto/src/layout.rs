@@ -361,7 +361,7 @@ impl ServerInfo {
     /// Whether it takes no more data, as far as it told: it is up, and no block of the largest size has room on a disk of it.
     pub fn is_full(&self) -> bool {
         let room = |disk: &DiskInfo| disk.works() && disk.free >= u64::from(crate::chunk::MAX_BLOCK);
-        self.up && self.total > 0 && !self.parts().iter().any(room)
+        self.up && self.used.saturating_add(self.free) > 0 && !self.parts().iter().any(room)
     }
 
     /// Its disks as far as it told; else itself as one.

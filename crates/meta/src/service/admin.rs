@@ -64,10 +64,15 @@ impl Meta {
                 let mut waiting = 0;
                 for volume in state.volumes.keys() {
                     let view = self.view(*volume);
-                    waiting += view.counters()?.dead;
+                    let counters = view.counters()?;
+                    waiting += counters.dead;
                     let ranges = key::space(*volume, key::Space::DeadRange);
                     waiting +=
                         view.list::<torchfs_proto::record::DeadRange>(&ranges, BLOCKS_MAX)?.len() as u64;
+                }
+                // Whatever is in a volume that is removed dies with it, and then its own records.
+                for volume in state.volumes.values().filter(|volume| volume.removed) {
+                    waiting += self.view(volume.id).counters()?.blocks + 1;
                 }
                 waiting += state.chores.len() as u64;
                 waiting += state.dumps.unswept(&state.members.servers()) as u64;

@@ -245,6 +245,8 @@ impl Meta {
             if blocks.len() >= EMPTY_MAX { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         })?;
         let dead = blocks.len() as u64;
+        let bytes: u64 = blocks.iter().map(|(_, block)| u64::from(block.len)).sum();
+        let stored: u64 = blocks.iter().map(|(_, block)| block.stored).sum();
         for (at, block) in blocks {
             state.repairs.layouts.left_by_removed(block.layout);
             if let Some(block_id) = key::Parts::of(&at).and_then(|parts| parts.block_at(0)) {
@@ -258,6 +260,8 @@ impl Meta {
             view.count(|counters| {
                 counters.dead += dead;
                 counters.blocks = counters.blocks.saturating_sub(dead);
+                counters.bytes = counters.bytes.saturating_sub(bytes);
+                counters.stored = counters.stored.saturating_sub(stored);
             })?;
             self.order(state, view, now)?;
             return Ok(true);

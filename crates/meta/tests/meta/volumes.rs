@@ -113,6 +113,11 @@ fn a_removed_volume_goes_with_everything_in_it_also_after_a_crash() {
     client.call(&world, Op::CloseSession).unwrap();
     assert_eq!(world.refused(remove(false)), Code::NotEmpty);
     world.admin(remove(true));
+    let waiting = |world: &World| match world.admin(Op::Collect) {
+        Done::Collected { waiting, .. } => waiting,
+        other => panic!("{other:?}"),
+    };
+    assert!(waiting(&world) >= 20, "its blocks are still there");
     world.meta.run_chores(1);
     assert_eq!(
         world.refused(Op::OpenSession(OpenSession { volume: "v".into(), ..Default::default() })),
@@ -127,6 +132,7 @@ fn a_removed_volume_goes_with_everything_in_it_also_after_a_crash() {
     }
     let left = volume(&world, VolumeOp::List);
     assert_eq!(left.len(), 1, "{left:?} {:?}", world.admin(Op::Collect));
+    assert_eq!(waiting(&world), 0);
     assert_eq!((servers.count(1), servers.count(2)), (0, 0), "its blocks are deleted");
     assert!(world.problems().is_empty());
     create(&world, "v", VolumePolicy::default());
