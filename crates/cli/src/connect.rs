@@ -20,7 +20,7 @@ pub struct Connect {
     #[arg(long, global = true, env = "TORCHFS_META", value_name = "HOST:PORT[,…]", value_delimiter = ',')]
     pub meta: Vec<String>,
 
-    /// File with the cluster secret (`up` and `meta` make one in their folder)
+    /// File with the cluster secret: at least 16 random characters, the same for all processes (`up` makes one in its folder)
     #[arg(long, global = true, env = "TORCHFS_SECRET_FILE", value_name = "FILE")]
     pub secret_file: Option<PathBuf>,
 }
@@ -123,6 +123,9 @@ pub fn own_address(towards: &[String]) -> Option<IpAddr> {
     ways.min_by_key(IpAddr::is_loopback)
 }
 
+/// The shortest secret that is taken.
+const SECRET_MIN: usize = 16;
+
 /// Reads a secret; white space at its ends does not count.
 pub fn read_secret(path: &Path) -> anyhow::Result<Vec<u8>> {
     let bytes = fs::read(path).with_context(|| {
@@ -131,8 +134,17 @@ pub fn read_secret(path: &Path) -> anyhow::Result<Vec<u8>> {
     let secret = bytes.trim_ascii().to_vec();
     if secret.is_empty() {
         bail!(
-            "the secret {} is empty; copy it from the folder of `torchfs meta` or `torchfs up`",
+            "the secret {} is empty; copy the one of the metadata service, or make one for the whole cluster with: \
+             head -c 32 /dev/urandom | base64",
             path.display()
+        );
+    }
+    if secret.len() < SECRET_MIN {
+        bail!(
+            "the secret {} has {} characters and can be guessed; make one of at least {SECRET_MIN} for the whole cluster with: \
+             head -c 32 /dev/urandom | base64",
+            path.display(),
+            secret.len()
         );
     }
     Ok(secret)

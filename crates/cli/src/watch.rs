@@ -21,7 +21,8 @@ pub struct Watching {
     #[command(flatten)]
     pub ask: Ask,
 
-    /// Bytes per second that repair, moves and scrub may take on each server from now on; 0: the default
+    /// Bytes per second that repair, moves and scrub may take on each server from now on; 0: the default,
+    /// 128MiB
     #[arg(long, value_parser = settings::bytes, value_name = "SIZE")]
     rate: Option<u64>,
 

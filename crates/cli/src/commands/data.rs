@@ -11,6 +11,7 @@ use crate::roles::{self, Advertise, DataOptions};
 ///
 ///   torchfs data --dir /disk1/torchfs --dir /disk2/torchfs --zone rack7 --listen 10.0.0.2:7080 --meta 10.0.0.1:7070
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     /// Folder for the blocks, once per disk; made if it is missing. A disk that fails is taken out alone
     #[arg(long = "dir", required = true, value_name = "DIR")]

@@ -14,9 +14,10 @@ use crate::{print, roles};
 ///   torchfs df
 ///   torchfs df --json
 ///
-/// TOTAL is what is used and what is free for data; what servers keep back for deleting is in neither. Servers on one file
-/// system share what it has left: `all` counts that once.
+/// TOTAL is what is used and what is free for data; what servers keep back for deleting is in
+/// neither. Servers on one file system share what it has left: `all` counts that once.
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     #[command(flatten)]
     ask: Ask,

@@ -13,10 +13,11 @@ use crate::{print, roles};
 ///   torchfs drain 3                 # by its number, as `torchfs servers` shows it
 ///   torchfs servers remove 3        # afterwards
 ///
-/// The cluster moves the server's groups to the others, at most at the given rate; data is as safe meanwhile as before. The
-/// work goes on when this command ends, and over restarts of every process; the same command again goes on watching.
-/// `--stop` takes it back.
+/// The cluster moves the server's groups to the others, at most at the given rate; data is as
+/// safe meanwhile as before. The work goes on when this command ends, and over restarts of
+/// every process; the same command again goes on watching. `--stop` takes it back.
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     /// Its number or address, as `torchfs servers` shows it
     server: String,
@@ -56,7 +57,16 @@ fn stand(report: &RepairReport, server: ServerId, most: &mut u64) -> Stand {
         return Stand { done: true, at: 1, total: 1, says, cannot: None };
     };
     let moved = moved(drain);
-    let empty = || format!("nothing is left on it, {moved}; torchfs servers remove {server} takes it out");
+    let empty = || {
+        let left = match drain.pieces {
+            0 => "nothing is left on it".to_string(),
+            old => format!(
+                "everything is on other servers (its {} old pieces go by themselves)",
+                print::count(old)
+            ),
+        };
+        format!("{left}, {moved}; torchfs servers remove {server} takes it out")
+    };
     let left = u64::from(drain.groups);
     *most = left.max(*most);
     let stuck = drain.stuck > 0 && report.moving == 0 && report.dirty == 0;
@@ -100,6 +110,9 @@ mod tests {
         let sentence = stand(&report, ServerId(5), &mut most).cannot.unwrap();
         assert!(sentence.contains("--stop"), "{sentence}");
         report.drains[0] = DrainReport { groups: 0, stuck: 0, ..drain };
-        assert!(stand(&report, ServerId(5), &mut most).done);
+        let end = stand(&report, ServerId(5), &mut most);
+        assert!(end.done && end.says.contains("its 9 old pieces go by themselves"), "{}", end.says);
+        report.drains[0].pieces = 0;
+        assert!(stand(&report, ServerId(5), &mut most).says.starts_with("nothing is left on it"));
     }
 }

@@ -17,11 +17,16 @@ use crate::{print, roles};
 
 /// Check the metadata against itself and against the data servers; names every inconsistency
 ///
-/// Proves that every block has all its pieces on the servers they belong to, or names those that have not. With --data
-/// every piece is read from its disk as well, and pieces are named that nobody needs. The files that such blocks belong to are
-/// named by volume and path. Of each the first hundred are shown; --json has all. Nothing is changed: repair goes on by itself, see
-/// torchfs servers. The status is 0 when all is well, 1 when something was found.
+///   torchfs fsck                  # records, and that every piece is on its server
+///   torchfs fsck --data           # reads every piece as well
+///
+/// Proves that every block has all its pieces on the servers they belong to, or names those
+/// that have not. With --data every piece is read from its disk as well, and pieces are named
+/// that nobody needs. The files that such blocks belong to are named by volume and path. Of
+/// each the first hundred are shown; --json has all. Nothing is changed: repair goes on by
+/// itself, see torchfs servers. The status is 0 when all is well, 1 when something was found.
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     #[command(flatten)]
     ask: Ask,

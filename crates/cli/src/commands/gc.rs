@@ -10,9 +10,14 @@ use crate::{print, roles};
 
 /// Collect dead blocks now and wait until they are gone
 ///
-/// Blocks of deleted and overwritten data die two lease terms after their commit; blocks that no commit ever named die
-/// with the session that put them. The cluster collects both by itself; this command waits for it.
+///   torchfs gc
+///   torchfs gc --timeout 30m
+///
+/// Blocks of deleted and overwritten data die two lease terms after their commit; blocks that
+/// no commit ever named die with the session that put them. The cluster collects both by
+/// itself; this command waits for it.
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     #[command(flatten)]
     ask: Ask,

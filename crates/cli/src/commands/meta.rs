@@ -16,13 +16,15 @@ use crate::roles::{self, DatabaseOptions, MetaOptions};
 
 /// Run the metadata service, ask about it, or do something with its metadata
 ///
-/// Its folder holds the log and the local replica. Beyond loopback it needs the cluster's secret, any file with enough
-/// random characters that all processes of the cluster share:
+/// Its folder holds the log and the local replica. Beyond loopback it needs the cluster's
+/// secret, any file with enough random characters that all processes of the cluster share:
 ///
 ///   torchfs meta --dir /var/lib/torchfs/meta --listen 10.0.0.1:7070 --secret-file /etc/torchfs.secret
 ///
-/// With --engine the log is in a database and several of them can run: one leads, the others follow and take over.
+/// With --engine the log is in a database and several of them can run: one leads, the others
+/// follow and take over.
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     #[command(subcommand)]
     command: Option<Command>,

@@ -26,6 +26,7 @@ use crate::roles::{self, MountOptions};
 ///
 /// The last form, and fstab, work once /sbin/mount.torchfs links to this program: `make install` does that.
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment, override_usage = "torchfs mount [OPTIONS] [VOLUME] PATH")]
 pub struct Args {
     /// [VOLUME] and the folder to mount at
     #[arg(value_names = ["VOLUME", "PATH"], num_args = 1..=2, required = true)]

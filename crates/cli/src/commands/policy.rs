@@ -21,9 +21,10 @@ use crate::{print, settings};
 ///   torchfs policy get /mnt/t/checkpoints
 ///   torchfs policy restripe /mnt/t/checkpoints       # moves what was written before
 ///
-/// A policy of a folder holds for everything that is made below it from now on; folders below that have a policy of their own
-/// keep it. It is set by the folder's owner or root.
+/// A policy of a folder holds for everything that is made below it from now on; folders below
+/// that have a policy of their own keep it. It is set by the folder's owner or root.
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     #[command(subcommand)]
     action: Action,
@@ -41,24 +42,30 @@ enum Action {
         path: PathBuf,
     },
     /// Set it, for data written from now on
+    ///
+    ///   torchfs policy set /mnt/t/checkpoints --redundancy replicas:3
+    ///   torchfs policy set /mnt/t/checkpoints --redundancy volume     # as the volume says
+    ///
+    /// A policy that a file was given by its name stays its own when its folder is restriped.
+    #[command(verbatim_doc_comment)]
     Set {
         /// A file or folder in a mount
         path: PathBuf,
         /// replicas:N or ec:K+M; `volume` for what the volume says
         #[arg(long, value_parser = scheme_or_volume, value_name = "SCHEME")]
         redundancy: Option<Choice>,
-        /// Over how many placement groups the blocks of a file go in turn
+        /// Over how many placement groups the blocks of a file go in turn [default: as the volume says]
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=512))]
         stripe: Option<u32>,
     },
     /// Write old data again by the present policy
     ///
-    /// Each file gets the policy of the folder it is in. Files stay readable and writable meanwhile, and those that share blocks go
+    /// Each file gets the policy of the folder it is in, unless it was given one by its own name. Files stay readable and writable meanwhile, and those that share blocks go
     /// on sharing them. Ctrl-C ends it at any time; what is done is done, and a second run goes over the rest.
     Restripe {
         /// A file, or a folder with everything below it
         path: PathBuf,
-        /// Most bytes per second
+        /// Most bytes per second [default: no bound]
         #[arg(long, value_parser = settings::bytes, value_name = "SIZE")]
         rate: Option<u64>,
     },
@@ -82,6 +89,8 @@ const STRIPE: &str = "torchfs.stripe";
 const ASKED: &str = "torchfs.asked";
 const POLICY: &str = "torchfs.policy";
 const RESTRIPE: &str = "torchfs.restripe";
+/// An extended attribute like any other, on files that were given a policy by their own name.
+const OWN: &str = "user.torchfs.policy";
 
 /// Asks the mount and prints.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
@@ -161,10 +170,13 @@ fn set(path: &Path, redundancy: Option<Choice>, stripe: Option<u32>, json: bool)
             Choice::Volume => String::new(),
             Choice::Scheme(scheme) => scheme.to_string(),
         };
-        write(path, REDUNDANCY, &text)?;
+        set_redundancy(path, choice, &text)?;
     }
     if let Some(groups) = stripe {
         write(path, STRIPE, &groups.to_string())?;
+    }
+    if !path.is_dir() {
+        note_own(path, redundancy != Some(Choice::Volume))?;
     }
     let shown = Shown::of(path)?;
     let (follow, keep) = hand_down(path, &before, &read(path, POLICY)?)?;
@@ -189,6 +201,29 @@ fn set(path: &Path, redundancy: Option<Choice>, stripe: Option<u32>, json: bool)
     Ok(ExitCode::SUCCESS)
 }
 
+fn set_redundancy(path: &Path, choice: Choice, text: &str) -> anyhow::Result<()> {
+    match (rustix::fs::setxattr(path, REDUNDANCY, text.as_bytes(), XattrFlags::empty()), choice) {
+        (Ok(()), _) => Ok(()),
+        (Err(Errno::INVAL), Choice::Scheme(scheme)) => {
+            let (least, path) = (least_servers(scheme), path.display());
+            bail!(
+                "{path} cannot have {scheme} yet: that needs {least} data servers that are up, and a file or folder gets \
+                 only what there are servers for; start more with `torchfs data` (`torchfs servers` lists them), then \
+                 set it again"
+            )
+        }
+        (Err(errno), _) => Err(explain(path, errno)),
+    }
+}
+
+/// How many servers there must be for data with at least this redundancy.
+fn least_servers(scheme: Scheme) -> usize {
+    match scheme {
+        Scheme::Replicas(copies) => usize::from(copies),
+        Scheme::Ec { .. } => scheme.tolerates() + 1,
+    }
+}
+
 /// Folders below get the policy too, unless they had another one than this folder. Answers how many did, and how many had.
 fn hand_down(path: &Path, before: &str, now: &str) -> anyhow::Result<(u64, u64)> {
     let (mut follow, mut keep) = (0, 0);
@@ -209,6 +244,23 @@ fn hand_down(path: &Path, before: &str, now: &str) -> anyhow::Result<(u64, u64)>
         Ok(true)
     })?;
     Ok((follow, keep))
+}
+
+/// Notes that a file has a policy of its own, or that it has not any more.
+fn note_own(path: &Path, own: bool) -> anyhow::Result<()> {
+    let noted = match own {
+        true => rustix::fs::setxattr(path, OWN, b"own", XattrFlags::empty()),
+        false => match rustix::fs::removexattr(path, OWN) {
+            Err(Errno::NODATA) => Ok(()),
+            removed => removed,
+        },
+    };
+    noted.map_err(|errno| explain(path, errno))
+}
+
+/// Whether a file was given a policy by its own name.
+fn has_own(path: &Path) -> bool {
+    rustix::fs::getxattr(path, OWN, &mut [0; 16][..]).is_ok()
 }
 
 fn read(path: &Path, name: &str) -> anyhow::Result<String> {

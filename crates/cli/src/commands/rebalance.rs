@@ -13,9 +13,11 @@ use crate::watch::{self, Watching};
 ///   torchfs rebalance
 ///   torchfs rebalance --auto off        # from now on only when asked; moves nothing now
 ///
-/// The cluster does this by itself when servers join or leave, gently; this command does it now and waits. It moves no more
-/// than it must, at most at the given rate, and goes on when the command ends.
+/// The cluster does this by itself when servers join or leave, gently; this command does it now
+/// and waits. It moves no more than it must, at most at the given rate, and goes on when the
+/// command ends.
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     /// From now on also by itself whenever servers join or leave
     #[arg(long, value_name = "WHEN")]

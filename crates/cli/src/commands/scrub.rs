@@ -11,9 +11,11 @@ use crate::{print, roles};
 ///
 ///   torchfs scrub --rate 50MiB
 ///
-/// Each data server reads its disks at most at the given rate and checks every checksum. What is bad or missing is made again from
-/// the other pieces. The work goes on when this command ends, and begins again where it was after a restart. `--stop` ends it.
+/// Each data server reads its disks at most at the given rate and checks every checksum. What
+/// is bad or missing is made again from the other pieces. The work goes on when this command
+/// ends, and begins again where it was after a restart. `--stop` ends it.
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     /// End the scrub that runs
     #[arg(long)]
@@ -59,7 +61,9 @@ fn stand(report: &RepairReport, before: u64) -> Stand {
     let says = match done {
         true => {
             let pieces = print::count(scrub.pieces);
-            format!("{pieces} pieces read, {read}; {bad} bad pieces found, {made} made again")
+            format!(
+                "{pieces} pieces read, {read}; {bad} bad pieces found, {made} bad or missing ones made again"
+            )
         }
         false => format!("{bad} bad pieces found; {}", repair.says),
     };

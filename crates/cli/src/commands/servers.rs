@@ -16,10 +16,12 @@ use crate::{print, roles};
 ///   torchfs servers --wait        # until every block has full redundancy again
 ///   torchfs drain 3 && torchfs servers remove 3
 ///
-/// A server is *up* while it sends signs of life, *suspected* when one is overdue, *down* when it has been silent for ten
-/// seconds: writers then choose others in its place. After ten minutes it is *out*: what it held is made again
-/// elsewhere. One that comes back is brought up to date by itself.
+/// A server is *up* while it sends signs of life, *suspected* when one is overdue, *down* when
+/// it has been silent for ten seconds: writers then choose others in its place. After ten
+/// minutes it is *out*: what it held is made again elsewhere. One that comes back is brought up
+/// to date by itself.
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     #[command(subcommand)]
     action: Option<Action>,

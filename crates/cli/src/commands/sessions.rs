@@ -13,6 +13,7 @@ use crate::{print, roles};
 ///   torchfs sessions
 ///   torchfs sessions evict 17     # its locks and leases end now; what it had not written back is lost
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     #[command(subcommand)]
     action: Option<Action>,

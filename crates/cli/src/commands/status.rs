@@ -10,7 +10,13 @@ use crate::connect::Ask;
 use crate::{print, roles, watch};
 
 /// Show servers, capacity, files, blocks, health
+///
+///   torchfs status
+///   torchfs status --json | jq .warnings
+///
+/// Lines with `!` need attention. The status is 0 whenever the cluster answered.
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     #[command(flatten)]
     ask: Ask,

@@ -19,9 +19,10 @@ use crate::{print, roles, settings};
 ///   torchfs top
 ///   torchfs top --once --json
 ///
-/// Rates are taken over the interval. Requests are served fairly per session, so a busy one does not starve the others.
-/// Ctrl-C ends it.
+/// Rates are taken over the interval. Requests are served fairly per session, so a busy one
+/// does not starve the others. Ctrl-C ends it.
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     #[command(flatten)]
     ask: Ask,
@@ -127,7 +128,7 @@ fn page(rates: &[Rate], servers: &[ServerInfo]) -> String {
             let who = r.session.who.as_ref();
             vec![
                 if r.session.session.0 == 0 { "-".into() } else { r.session.session.to_string() },
-                who.map_or_else(|| "servers and tools".into(), |w| format!("{}:{}", w.host, w.pid)),
+                who.map_or_else(|| nobody(r.session.session), |w| format!("{}:{}", w.host, w.pid)),
                 format!("{:.0}", r.ops),
                 format!("{:.0}", r.gets),
                 format!("{:.0}", r.puts),
@@ -170,6 +171,11 @@ fn page(rates: &[Rate], servers: &[ServerInfo]) -> String {
         .collect();
     let headings = ["SERVER", "STATE", "GETS/s", "PUTS/s", "READ", "WRITTEN", "WAITING", "ADDRESS"];
     page + &print::table(&headings, &rows)
+}
+
+/// What a session without an owner is called: data servers remember those that ended for a while.
+fn nobody(session: SessionId) -> String {
+    if session.0 == 0 { "servers and tools".into() } else { "(ended)".into() }
 }
 
 fn describe(rates: &[Rate], servers: &[ServerInfo]) -> Value {
@@ -222,5 +228,9 @@ mod tests {
         let rates = rates(&last, &now);
         let seen: Vec<(u64, f64)> = rates.iter().map(|r| (r.session.session.0, r.read)).collect();
         assert_eq!(seen, [(1, 2000.0), (2, 100.0), (3, 0.0)]);
+        assert_eq!(
+            (nobody(SessionId(0)), nobody(SessionId(3))),
+            ("servers and tools".into(), "(ended)".into())
+        );
     }
 }

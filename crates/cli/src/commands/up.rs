@@ -16,6 +16,7 @@ use crate::roles::{self, Advertise, DataOptions, MetaOptions, MountOptions};
 ///
 /// Other machines may mount it too when --listen names an address they reach. Ctrl-C stops it and unmounts cleanly.
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     /// Folder for everything; made if it is missing
     #[arg(long, value_name = "DIR")]

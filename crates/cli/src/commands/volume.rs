@@ -17,9 +17,11 @@ use crate::{print, roles, settings};
 ///   torchfs volume create train --redundancy ec:4+2 --block-size 4MiB --compression lz4
 ///   torchfs mount train /mnt/t
 ///
-/// A volume is one namespace with its own policies; all volumes share the data servers. Policies can be changed later and
-/// then hold for new data; `torchfs policy` sets them for one folder, and moves old data.
+/// A volume is one namespace with its own policies; all volumes share the data servers.
+/// Policies can be changed later and then hold for new data; `torchfs policy` sets them for one
+/// folder, and moves old data.
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     #[command(subcommand)]
     action: Action,
@@ -31,6 +33,10 @@ pub struct Args {
 #[derive(clap::Subcommand)]
 enum Action {
     /// Make a volume; policies that are not given are the cluster's own
+    ///
+    ///   torchfs volume create train --redundancy ec:4+2
+    ///   torchfs volume create scratch --redundancy replicas:1 --compression none
+    #[command(verbatim_doc_comment)]
     Create {
         /// Its name: 1 to 64 letters, digits, `-`, `_` and `.`
         name: String,
@@ -64,19 +70,19 @@ enum Action {
 #[derive(clap::Args)]
 struct Policies {
     /// How data survives lost servers: replicas:N keeps N copies; ec:K+M cuts blocks into K pieces and adds M, any M of
-    /// which may be lost
+    /// which may be lost [default of a new volume: the cluster's]
     #[arg(long, value_parser = settings::redundancy, value_name = "SCHEME")]
     redundancy: Option<Scheme>,
 
-    /// Largest block: a power of two from 256KiB to 16MiB
+    /// Largest block: a power of two from 256KiB to 16MiB [default of a new volume: 4MiB]
     #[arg(long, value_parser = settings::bytes, value_name = "SIZE")]
     block_size: Option<u64>,
 
-    /// How blocks are compressed
+    /// How blocks are compressed [default of a new volume: lz4]
     #[arg(long, value_name = "CODEC")]
     compression: Option<Codec>,
 
-    /// Over how many placement groups the blocks of a file go in turn
+    /// Over how many placement groups the blocks of a file go in turn [default of a new volume: 64]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=512))]
     stripe: Option<u32>,
 }

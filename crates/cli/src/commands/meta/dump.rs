@@ -18,11 +18,13 @@ use crate::{print, roles};
 
 /// Write the whole metadata into a file, while the cluster goes on working
 ///
-/// The file is the state after one batch of the log, and is checked before it gets its name. It holds names, attributes
-/// and where blocks lie, not the blocks. `torchfs meta load` fills any engine from it.
+/// The file is the state after one batch of the log, and is checked before it gets its name. It
+/// holds names, attributes and where blocks lie, not the blocks. `torchfs meta load` fills any
+/// engine from it.
 ///
 ///   torchfs meta dump /backup/meta.dump
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     /// The file to write, readable by its owner alone; one of that name is replaced when the new one is complete
     #[arg(value_name = "FILE")]

@@ -23,14 +23,17 @@ const LEAD_MAX: Duration = Duration::from_secs(30);
 
 /// Fill an empty folder, or an empty database, with the metadata of a dump
 ///
-/// What happened after the dump is lost: stop the old service first, and never start it again. All sessions end, so every
-/// client mounts again. When the service runs on the new folder it has the data servers forget what was written after the
-/// dump; `torchfs fsck` names what was deleted since.
+/// What happened after the dump is lost: stop the old service first, and never start it again.
+/// All sessions end, so every client mounts again. When the service runs on the new folder it
+/// has the data servers forget what was written after the dump; `torchfs fsck` names what was
+/// deleted since.
 ///
 ///   torchfs meta load /backup/meta.dump --dir /var/lib/torchfs/meta
 ///
-/// With --engine the metadata goes into the database, and the folder is the replica of the server that will run there.
+/// With --engine the metadata goes into the database, and the folder is the replica of the
+/// server that will run there.
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     /// The dump
     #[arg(value_name = "FILE")]

@@ -10,9 +10,11 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use serde_json::json;
 use torchfs_client::{Dumps, Tcp, ToolConfig};
-use torchfs_engine::dump;
-use torchfs_proto::Incarnation;
+use torchfs_engine::Change;
+use torchfs_engine::dump::{Header, Reader};
 use torchfs_proto::dump::DumpName;
+use torchfs_proto::key::{CLUSTER, Parts, Space};
+use torchfs_proto::{Incarnation, ServerId, msg, record};
 use torchfs_rpc::{Role, Secret};
 
 use super::load;
@@ -21,12 +23,13 @@ use crate::{connect, print, roles};
 
 /// Bring the metadata back from the hourly dumps on the data servers
 ///
-/// For a cluster whose metadata disk is gone. The data servers must run, and the old metadata service must not. Name all
-/// data servers, or as many as still answer: the newest dump among theirs is taken, and what they have seen tells which
-/// ids must not be given out again.
+/// For a cluster whose metadata disk is gone. The data servers must run, and the old metadata
+/// service must not. Name all data servers, or as many as still answer: the newest dump among
+/// theirs is taken, and what they have seen tells which ids must not be given out again.
 ///
 ///   torchfs meta recover --dir /var/lib/torchfs/meta --data 10.0.0.2:7080,10.0.0.3:7080 --secret-file secret
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     /// The folder to fill; empty or missing
     #[arg(long, value_name = "DIR", required_unless_present = "list")]
@@ -83,7 +86,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         ..torchfs_rpc::Config::default()
     };
     let Some(dir) = args.dir.clone().filter(|_| !args.list) else {
-        let (places, _) = roles::block_on(async { look(&servers(&rpc), &args.data).await })?;
+        let Looked { places, .. } = roles::block_on(async { look(&servers(&rpc), &args.data).await })?;
         list(&places, args.json);
         return Ok(ExitCode::SUCCESS);
     };
@@ -92,18 +95,24 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let file = dir.join("recover.dump");
     let fetched = roles::block_on(async {
         let servers = servers(&rpc);
-        let (places, highest) = look(&servers, &args.data).await?;
-        let name = fetch_newest(&servers, &places, args.dump, &file, args.json).await?;
-        Ok((name, highest))
+        let looked = look(&servers, &args.data).await?;
+        let (name, known) = fetch_newest(&servers, &looked.places, args.dump, &file, args.json).await?;
+        let others = not_asked(&known, &looked.answered);
+        if !others.is_empty() {
+            eprintln!("torchfs: {}", without(&others, known.len(), name));
+        }
+        Ok((name, looked.highest, others))
     });
-    let loaded = fetched
-        .and_then(|(name, highest)| Ok((name, load::load(&file, &dir, &args.database, highest, args.json)?)));
+    let loaded = fetched.and_then(|(name, highest, others)| {
+        Ok((name, load::load(&file, &dir, &args.database, highest, args.json)?, others))
+    });
     // Whatever came of it, the copy has done its work.
     let _ = std::fs::remove_file(&file);
-    let (name, loaded) = loaded?;
+    let (name, loaded, others) = loaded?;
     if args.json {
         let mut report = load::report(&loaded, &dir);
         report["dump"] = json!(name.to_string());
+        report["servers_not_asked"] = json!(others.values().collect::<Vec<_>>());
         println!("{report:#}");
     } else {
         println!("{}", load::told(&loaded, &dir, &args.database));
@@ -116,12 +125,43 @@ fn servers(rpc: &torchfs_rpc::Config) -> Dumps {
     Dumps::new(std::sync::Arc::new(Tcp(rpc.clone())), config)
 }
 
-/// Asks all servers what they have; at least one must answer. Also the highest incarnation that any of them has seen.
-async fn look(servers: &Dumps, addrs: &[String]) -> anyhow::Result<(Places, Incarnation)> {
+/// Data servers that a dump names, and where they were.
+type Known = BTreeMap<ServerId, String>;
+
+/// Those servers that did not answer under their address. Where as many answered as there are, addresses have changed.
+fn not_asked(known: &Known, answered: &[String]) -> Known {
+    if answered.len() >= known.len() {
+        return Known::new();
+    }
+    known.iter().filter(|(_, addr)| !answered.contains(addr)).map(|(id, addr)| (*id, addr.clone())).collect()
+}
+
+/// What going on without these servers may cost.
+fn without(others: &Known, known: usize, name: DumpName) -> String {
+    let named: Vec<String> = others.iter().map(|(id, addr)| format!("{id} at {addr}")).collect();
+    format!(
+        "{name} knows {known} data servers, and {} of them did not answer or were not named: {}; one of them may have a newer \
+         dump, or have seen ids that must not be given out again. If they still run, begin again with all of them in --data",
+        others.len(),
+        named.join(", ")
+    )
+}
+
+/// What the servers say.
+struct Looked {
+    places: Places,
+    /// The highest incarnation that any of them has seen.
+    highest: Incarnation,
+    /// Those that answered.
+    answered: Vec<String>,
+}
+
+/// Asks all servers what they have; at least one must answer.
+async fn look(servers: &Dumps, addrs: &[String]) -> anyhow::Result<Looked> {
     let mut places = Places::new();
     let mut highest = 0;
     let mut last = None;
-    let mut answered = 0;
+    let mut answered = Vec::new();
     for addr in addrs {
         let seen = async {
             Ok::<_, torchfs_proto::Fault>((
@@ -131,7 +171,7 @@ async fn look(servers: &Dumps, addrs: &[String]) -> anyhow::Result<(Places, Inca
         };
         match seen.await {
             Ok((dumps, seen)) => {
-                answered += 1;
+                answered.push(addr.clone());
                 highest = highest.max(seen);
                 for dump in dumps {
                     highest = highest.max(dump.name.incarnation.0);
@@ -146,20 +186,20 @@ async fn look(servers: &Dumps, addrs: &[String]) -> anyhow::Result<(Places, Inca
             }
         }
     }
-    match (answered, last) {
-        (0, Some(fault)) => Err(fault).context("no data server answers"),
-        _ => Ok((places, Incarnation(highest))),
+    match last {
+        Some(fault) if answered.is_empty() => Err(fault).context("no data server answers"),
+        _ => Ok(Looked { places, highest: Incarnation(highest), answered }),
     }
 }
 
-/// Fetches the newest dump that is whole, or the one that was asked for.
+/// Fetches the newest dump that is whole, or the one that was asked for. Also the servers that it names.
 async fn fetch_newest(
     servers: &Dumps,
     places: &Places,
     wanted: Option<DumpName>,
     file: &Path,
     quiet: bool,
-) -> anyhow::Result<DumpName> {
+) -> anyhow::Result<(DumpName, Known)> {
     if let Some(name) = wanted.filter(|name| !places.contains_key(name)) {
         bail!("no data server that answers has {name}; --list shows what they have");
     }
@@ -167,7 +207,7 @@ async fn fetch_newest(
     {
         for addr in &place.addrs {
             match fetch(servers, addr, *name, place.len, file, quiet).await {
-                Ok(()) => return Ok(*name),
+                Ok(known) => return Ok((*name, known)),
                 Err(error) => eprintln!("torchfs: {name} on {addr} is not taken: {error:#}"),
             }
         }
@@ -186,7 +226,7 @@ async fn fetch(
     len: u64,
     file: &Path,
     quiet: bool,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Known> {
     let mut out =
         torchfs_disk::create_private(file).with_context(|| format!("cannot write {}", file.display()))?;
     let bar = print::progress("fetching", len, quiet);
@@ -201,11 +241,33 @@ async fn fetch(
         }
     }
     bar.finish_and_clear();
-    let (header, _) = dump::check(BufReader::with_capacity(1 << 20, File::open(file)?), |_| {})?;
+    let (header, known) = read_back(file)?;
     if header.incarnation != name.incarnation {
         bail!("it says that it was made by incarnation {}", header.incarnation);
     }
-    Ok(())
+    Ok(known)
+}
+
+/// Reads a dump to its end and checks every byte; answers what it says of itself and of the data servers.
+fn read_back(file: &Path) -> anyhow::Result<(Header, Known)> {
+    let mut reader = Reader::new(BufReader::with_capacity(1 << 20, File::open(file)?))?;
+    let mut known = Known::new();
+    while let Some(changes) = reader.next()? {
+        for change in &changes {
+            let (Change::Put(at, _) | Change::Delete(at)) = change;
+            let server = Parts::of(at).filter(|parts| parts.volume == CLUSTER && parts.is(Space::Server));
+            let Some(id) = server.and_then(|parts| Some(u32::from_be_bytes(parts.rest.try_into().ok()?)))
+            else {
+                continue;
+            };
+            known.remove(&ServerId(id));
+            if let Change::Put(_, value) = change {
+                let server: record::Server = msg::decode(value)?;
+                known.insert(server.id, server.addr);
+            }
+        }
+    }
+    Ok((*reader.header(), known))
 }
 
 fn list(places: &Places, as_json: bool) {
@@ -229,4 +291,21 @@ fn list(places: &Places, as_json: bool) {
         })
         .collect();
     print!("{}", print::table(&["DUMP", "MADE", "SIZE", "SERVERS"], &rows));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn servers_that_were_not_asked_are_named() {
+        let known: Known = (1..=3).map(|id| (ServerId(id), format!("10.0.0.{id}:7080"))).collect();
+        let addr = |id: u32| format!("10.0.0.{id}:7080");
+        let others = not_asked(&known, &[addr(2)]);
+        assert_eq!(others.keys().map(|id| id.0).collect::<Vec<_>>(), [1, 3]);
+        let sentence = without(&others, 3, DumpName::default());
+        assert!(sentence.contains("3 at 10.0.0.3:7080") && sentence.contains("--data"), "{sentence}");
+        assert!(not_asked(&known, &[addr(1), addr(2), addr(3)]).is_empty());
+        assert!(not_asked(&known, &[addr(7), addr(8), addr(9)]).is_empty(), "all have moved");
+    }
 }

@@ -9,7 +9,10 @@ use crate::connect::Connect;
 use crate::{print, roles};
 
 /// Show who leads, since when, how far the log is and how far the standbys are
+///
+///   torchfs meta status --meta 10.0.0.1:7070,10.0.0.2:7070
 #[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     #[command(flatten)]
     connect: Connect,

@@ -15,7 +15,7 @@ use rustix::fs::XattrFlags;
 use rustix::io::Errno;
 use serde_json::json;
 
-use super::{POLICY, REDUNDANCY, RESTRIPE, read, write};
+use super::{POLICY, REDUNDANCY, RESTRIPE, has_own, read, write};
 use crate::print;
 
 /// Bytes that are written again with one request, so that the bar moves and the rate holds.
@@ -28,7 +28,7 @@ pub fn run(path: &Path, rate: Option<u64>, json: bool) -> anyhow::Result<ExitCod
     read(path, REDUNDANCY)?;
     let mut failed = Vec::new();
     let looking = print::progress("looking at files", 0, json);
-    let (files, seen) = collect(path, &looking, &mut failed)?;
+    let Seen { files, seen, own } = collect(path, &looking, &mut failed)?;
     looking.finish_and_clear();
     let total: u64 = files.iter().map(|(_, bytes)| bytes).sum();
     let bar = print::progress_bytes("restripe", total, json);
@@ -42,7 +42,8 @@ pub fn run(path: &Path, rate: Option<u64>, json: bool) -> anyhow::Result<ExitCod
     }
     bar.finish_and_clear();
     if json {
-        let out = json!({"files": seen, "files_moved": moved, "bytes_moved": pace.bytes, "failed": failed});
+        let out = json!({"files": seen, "files_moved": moved, "bytes_moved": pace.bytes,
+                         "files_with_their_own": own, "failed": failed});
         println!("{out:#}");
     } else {
         for error in &failed {
@@ -54,6 +55,12 @@ pub fn run(path: &Path, rate: Option<u64>, json: bool) -> anyhow::Result<ExitCod
             print::count(seen),
             print::size(pace.bytes)
         );
+        if own > 0 {
+            let own = print::count(own);
+            println!(
+                "{own} of them keep a policy of their own; torchfs policy set FILE --redundancy volume takes it back"
+            );
+        }
     }
     if !failed.is_empty() {
         bail!("{} files are not done; run the same command again, it goes over the rest", failed.len());
@@ -110,27 +117,36 @@ fn rewrite(file: &Path, bytes: u64, pace: &mut Pace, bar: &ProgressBar) -> anyho
     Ok(())
 }
 
-/// The files at or below a path with bytes that are stored otherwise, and how many were looked at. Each gets the policy of its
-/// folder first; a file that was named alone keeps its own.
-fn collect(
-    path: &Path,
-    bar: &ProgressBar,
-    failed: &mut Vec<String>,
-) -> anyhow::Result<(Vec<(PathBuf, u64)>, u64)> {
+/// What was found at or below a path.
+#[derive(Default)]
+struct Seen {
+    /// Files with bytes that are stored otherwise, and how many.
+    files: Vec<(PathBuf, u64)>,
+    /// Files looked at.
+    seen: u64,
+    /// Those with another policy than their folder, which they were given by their own name.
+    own: u64,
+}
+
+/// Looks at everything at or below a path. Each file gets the policy of its folder first; one that was given a policy by its own
+/// name, or that is named alone, keeps its own.
+fn collect(path: &Path, bar: &ProgressBar, failed: &mut Vec<String>) -> anyhow::Result<Seen> {
     let meta = fs::symlink_metadata(path).with_context(|| format!("cannot look at {}", path.display()))?;
-    let (mut files, mut seen) = (Vec::new(), 0);
+    let mut all = Seen::default();
     if !meta.is_dir() {
-        files.push((path.to_path_buf(), read(path, RESTRIPE)?.parse().unwrap_or(0)));
-        return Ok((files, 1));
+        all.seen = 1;
+        let bytes = read(path, RESTRIPE)?.parse().unwrap_or(0);
+        all.files.extend((bytes > 0).then(|| (path.to_path_buf(), bytes)));
+        return Ok(all);
     }
     walk(path, &mut |folder, names| {
         let policy = read(folder, POLICY)?;
         for file in names {
-            seen += 1;
+            all.seen += 1;
             bar.inc(1);
-            match adopt(file, &policy) {
+            match adopt(file, &policy, &mut all.own) {
                 Ok(0) => {}
-                Ok(bytes) => files.push((file.clone(), bytes)),
+                Ok(bytes) => all.files.push((file.clone(), bytes)),
                 // Removed meanwhile.
                 Err(_) if fs::symlink_metadata(file).is_err() => {}
                 Err(error) => failed.push(format!("{error:#}")),
@@ -138,13 +154,16 @@ fn collect(
         }
         Ok(true)
     })?;
-    Ok((files, seen))
+    Ok(all)
 }
 
-/// Gives a file this policy; answers how many of its bytes are stored otherwise.
-fn adopt(file: &Path, policy: &str) -> anyhow::Result<u64> {
+/// Gives a file this policy, unless it has one of its own; answers how many of its bytes are stored otherwise.
+fn adopt(file: &Path, policy: &str, own: &mut u64) -> anyhow::Result<u64> {
     if read(file, POLICY)? != policy {
-        write(file, POLICY, policy)?;
+        match has_own(file) {
+            true => *own += 1,
+            false => write(file, POLICY, policy)?,
+        }
     }
     Ok(read(file, RESTRIPE)?.parse().unwrap_or(0))
 }
