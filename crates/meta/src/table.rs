@@ -262,6 +262,12 @@ impl Table {
         self.mark_dirty(at);
     }
 
+    /// Nothing uses these any more.
+    pub fn drop_layouts(&mut self, layouts: &BTreeSet<LayoutId>) {
+        self.layouts.retain(|id, _| !layouts.contains(id));
+        self.dirt.retain(|(id, _), _| !layouts.contains(id));
+    }
+
     /// Everything of the group is at its target. Dirty marks that came since `dirt` stay. Old holders may have stale pieces.
     pub fn settle(&mut self, at: GroupAt, dirt: Dirt) {
         let since = self.dirt(at);

@@ -253,8 +253,7 @@ impl Meta {
             return Ok(());
         }
         self.edit_members(state, now, |table, _| {
-            table.layouts.retain(|id, _| !layouts.contains(id));
-            table.dirt.retain(|(id, _), _| !layouts.contains(id));
+            table.drop_layouts(&layouts);
             Ok(())
         })?;
         let repairs = &mut state.repairs;
