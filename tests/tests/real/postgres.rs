@@ -487,7 +487,7 @@ fn connections_are_encrypted_and_certificates_and_passwords_are_checked() {
         "{plain:?}"
     );
     database.sql("postgres", "CREATE USER stranger");
-    database.sql("torchfs", "REVOKE ALL ON SCHEMA public FROM public");
+    database.sql("torchfs", "REVOKE CREATE ON SCHEMA public FROM public");
     let stranger = open(format!("postgres://stranger@{}/torchfs", database.address()));
     assert!(matches!(&stranger, Some(Error::Database { what }) if what.contains("--owner")), "{stranger:?}");
     database.stop();
