@@ -314,6 +314,23 @@ fn calls_wait_while_the_database_is_away_and_go_on_when_it_is_back() {
 }
 
 #[test]
+fn commands_say_that_the_database_is_away_or_who_leads() {
+    let shared = Shared::start(1);
+    let leader = shared.leader();
+    let addresses = shared.cluster.meta_addresses();
+    let ran = shared.cluster.torchfs(["status", "--meta", &addresses[1 - leader]]);
+    let leads = format!("{} leads", addresses[leader]);
+    assert!(ran.code == Some(1) && ran.err.contains(&leads), "{}", ran.err);
+    shared.database.signal_all(libc::SIGSTOP);
+    eventually("status to name the database", || {
+        let ran = shared.cluster.torchfs(["status", "--meta", &addresses[leader]]);
+        if ran.code == Some(1) && ran.err.contains("database") { Ok(()) } else { Err(ran.err) }
+    });
+    shared.database.signal_all(libc::SIGCONT);
+    shared.leader();
+}
+
+#[test]
 fn the_death_of_the_databases_primary_loses_nothing_when_its_standby_is_promoted() {
     let mut rng = Rng::new(seed(84));
     let sandbox = Sandbox::new();

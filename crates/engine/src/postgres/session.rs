@@ -325,12 +325,15 @@ fn classify(error: &tokio_postgres::Error) -> Error {
         false if *code == SqlState::INVALID_CATALOG_NAME => {
             Error::Database { what: format!("{text}; make it with: createdb NAME") }
         }
-        false if *code == SqlState::INSUFFICIENT_PRIVILEGE => Error::Database {
-            what: format!(
-                "{text} ({}); give the user in the URL a database of its own: createdb NAME --owner USER",
-                code.code()
-            ),
-        },
+        // Without any right to a schema there is none to make tables in.
+        false if [SqlState::INSUFFICIENT_PRIVILEGE, SqlState::INVALID_SCHEMA_NAME].contains(code) => {
+            Error::Database {
+                what: format!(
+                    "{text} ({}); give the user in the URL a database of its own: createdb NAME --owner USER",
+                    code.code()
+                ),
+            }
+        }
         false => Error::Database { what: format!("{text} ({})", code.code()) },
     }
 }
