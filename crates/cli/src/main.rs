@@ -13,6 +13,7 @@ mod serving;
 mod settings;
 mod watch;
 
+use std::io;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -23,12 +24,14 @@ use clap::{Parser, Subcommand};
 ///
 ///   torchfs up --dir ./data --servers 3 --mount /mnt/t
 ///
-/// The same roles apart: `meta` once, `data` on every storage machine, `mount` wherever programs run. Settings come from
-/// /etc/torchfs.toml, then the TORCHFS_* variables that the help of a command names, then flags.
+/// The same roles apart: `meta` once, `data` on every storage machine, `mount` wherever programs
+/// run. Settings come from /etc/torchfs.toml, then the TORCHFS_* variables that the help of a
+/// command names, then flags.
 #[derive(Parser)]
 #[command(
     name = "torchfs",
     version,
+    verbatim_doc_comment,
     max_term_width = 100,
     subcommand_required = true,
     arg_required_else_help = true
@@ -112,7 +115,7 @@ fn main() -> ExitCode {
     };
     match result {
         Ok(code) => code,
-        Err(error) => fail(&format!("{error:#}")),
+        Err(error) => fail(&sentence(&error)),
     }
 }
 
@@ -129,8 +132,77 @@ fn end_quietly_without_readers() {
     }));
 }
 
+/// What happened and why, each cause once, and what to do where whoever failed did not say it.
+fn sentence(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string).filter(|cause| !cause.is_empty()) {
+        if !text.contains(&cause) {
+            text = if text.is_empty() { cause } else { format!("{text}: {cause}") };
+        }
+    }
+    let kind = error.chain().find_map(|cause| Some(cause.downcast_ref::<io::Error>()?.kind()));
+    // Advice follows a semicolon.
+    match kind.filter(|_| !text.contains(';')).and_then(advice) {
+        Some(advice) => format!("{text}; {advice}"),
+        None => text,
+    }
+}
+
+fn advice(kind: io::ErrorKind) -> Option<&'static str> {
+    Some(match kind {
+        io::ErrorKind::PermissionDenied => "run it as a user who may do that, or give another path",
+        io::ErrorKind::NotADirectory => "give a folder, or a path whose parts are folders",
+        io::ErrorKind::IsADirectory => "give the name of a file, not of a folder",
+        io::ErrorKind::NotFound => "check the path",
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "make room there, or give another path",
+        io::ErrorKind::ReadOnlyFilesystem => "give a path on a file system that takes writes",
+        io::ErrorKind::AddrInUse => "choose another port, or stop what listens there",
+        io::ErrorKind::AddrNotAvailable => "give an address of this machine",
+        _ => return None,
+    })
+}
+
 /// One clear sentence on stderr and a status that is not zero.
 fn fail(sentence: &str) -> ExitCode {
     eprintln!("torchfs: {sentence}");
     ExitCode::FAILURE
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_names_each_cause_once_and_says_what_to_do() {
+        let full = || io::Error::from(io::ErrorKind::StorageFull);
+        let twice = anyhow::Error::new(full()).context(format!("cannot make log-000001: {}", full()));
+        assert_eq!(
+            sentence(&twice),
+            format!("cannot make log-000001: {}; make room there, or give another path", full())
+        );
+        let told = anyhow::Error::new(full()).context("cannot write; take another disk");
+        assert_eq!(sentence(&told), format!("cannot write; take another disk: {}", full()));
+        let other = anyhow::anyhow!("why").context("cannot do it");
+        assert_eq!(sentence(&other), "cannot do it: why");
+    }
+
+    #[test]
+    fn examples_stand_on_lines_of_their_own() {
+        fn look(command: &mut clap::Command) {
+            let help = command.render_long_help().to_string();
+            for line in help.lines().filter(|line| line.trim_start().starts_with("torchfs ")) {
+                let example = line.trim();
+                let told = example.contains(" torchfs ") && !example.contains(['#', '&', '.']);
+                assert!(!told, "{example}");
+            }
+            command.get_subcommands_mut().for_each(look);
+        }
+        let mut all = <Cli as clap::CommandFactory>::command().term_width(100);
+        all.build();
+        look(&mut all);
+        let drain = all.find_subcommand_mut("drain").unwrap().render_long_help().to_string();
+        assert!(drain.contains("\n  torchfs servers remove 3 "), "{drain}");
+        let mount = all.find_subcommand_mut("mount").unwrap().render_usage().to_string();
+        assert!(mount.contains("[VOLUME] PATH"), "{mount}");
+    }
 }

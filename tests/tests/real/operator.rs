@@ -78,6 +78,26 @@ fn volumes_and_policies_are_made_shown_changed_and_removed() {
     assert_eq!(get("a/own")["redundancy"], "replicas:3");
     assert_eq!(get("a/f")["redundancy"], "ec:2+1", "what was there stays as it was");
     says(&cluster, &format!("policy set {} --redundancy ec:8+3", path("a/own")), "needs 11 data servers");
+    refuses(t(&format!("policy set {} --redundancy replicas:7", path("a/own"))), "needs 7 data servers");
+    // What a file was given by its own name stays when its folder is restriped, until it is taken back.
+    fs::create_dir(mount.at("mixed")).unwrap();
+    for name in ["mixed/own", "mixed/other"] {
+        fs::write(mount.at(name), Rng::new(9).bytes(2 << 20)).unwrap();
+    }
+    json(&cluster, &format!("policy set {} --redundancy replicas:3", path("mixed/own")));
+    json(&cluster, &format!("policy set {} --redundancy replicas:2", path("mixed")));
+    let moved = json(&cluster, &format!("policy restripe {}", path("mixed")));
+    assert_eq!((&moved["files_moved"], &moved["files_with_their_own"]), (&2.into(), &1.into()));
+    assert_eq!(
+        (&get("mixed/own")["redundancy"], &get("mixed/other")["redundancy"]),
+        (&"replicas:3".into(), &"replicas:2".into())
+    );
+    let again = json(&cluster, &format!("policy restripe {}", path("mixed/own")));
+    assert_eq!((&again["files"], &again["files_moved"]), (&1.into(), &0.into()));
+    says(&cluster, &format!("policy restripe {}", path("mixed/own")), "0 of 1 files");
+    json(&cluster, &format!("policy set {} --redundancy volume", path("mixed/own")));
+    json(&cluster, &format!("policy restripe {}", path("mixed")));
+    assert_eq!(get("mixed/own")["redundancy"], "replicas:2");
     json(&cluster, &format!("policy set {} --redundancy replicas:3", path("a/own")));
     // Until it is moved.
     let moved = json(&cluster, &format!("policy restripe {}", path("a")));
