@@ -408,6 +408,15 @@ impl Table {
                 format!("block {} names layout {}, which is not there", block.id, block.layout),
             ));
         };
+        let substituted = block.substitutes.iter().map(|(_, server)| server);
+        if let Some(gone) = block.servers.iter().chain(substituted).find(|id| !self.servers.contains_key(id))
+        {
+            // What is there is gone with it, and nobody would look for it elsewhere.
+            return Err(Fault::new(
+                Code::StalePlacement,
+                format!("block {} names data server {gone}, which was removed", block.id),
+            ));
+        }
         if block.servers.is_empty() {
             let at = (!block.substitutes.is_empty()).then_some(at);
             return Ok((block.substitutes.clone(), at));

@@ -9,7 +9,8 @@
 //!
 //! # Invariants
 //! - Commits of a file are sent one at a time, in the order of its writes.
-//! - A round that fails is not tried again: its bytes are given up and the error latches on every open handle.
+//! - A round that fails is not tried again: its bytes are given up and the error latches on every open handle. A commit that is
+//!   refused because a data server was removed since the put is no failure: the bytes are put again elsewhere.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -22,7 +23,7 @@ use torchfs_client::{Changed, Mark};
 use torchfs_proto::attr::{Attr, Time};
 use torchfs_proto::extent::{NewBlock, RangeOp, Source};
 use torchfs_proto::msg::meta::{COMMIT_BLOCKS_MAX, COMMIT_RANGES_MAX, Commit, Done, Op, lease};
-use torchfs_proto::{Code, Fault, Result};
+use torchfs_proto::{Code, Fault, Result, ServerId};
 
 use crate::budget::{Budget, Charge};
 use crate::node::{Asked, File, Inode};
@@ -64,15 +65,15 @@ enum Body {
 }
 
 /// A block being put.
-#[derive(Default)]
 pub(crate) struct Put {
+    /// Kept until the commit: it may refuse where they were put.
+    parts: Vec<Bytes>,
     result: Mutex<Option<Result<NewBlock>>>,
 }
 
 /// What there is to put.
 pub(crate) struct PutJob {
     put: Arc<Put>,
-    parts: Vec<Bytes>,
     charge: Arc<Charge>,
 }
 
@@ -94,7 +95,6 @@ impl Sealed {
         writes: RangeInclusive<Number>,
         runs: Vec<Run>,
     ) -> (Sealed, PutJob) {
-        let put = Arc::new(Put::default());
         let mut ranges = Vec::with_capacity(runs.len());
         let mut parts = Vec::new();
         let mut at = 0;
@@ -103,10 +103,11 @@ impl Sealed {
             at += run.len;
             parts.extend(run.parts);
         }
+        let put = Arc::new(Put { parts, result: Mutex::default() });
         let charge = Charge::new(budget, at);
         let body = Body::Block(put.clone());
         let sealed = Sealed { batch, writes, len: at, ranges, body, _charge: charge.clone() };
-        (sealed, PutJob { put, parts, charge })
+        (sealed, PutJob { put, charge })
     }
 
     /// Runs so short that the commit carries them.
@@ -277,12 +278,12 @@ impl Vfs {
         Ok(block)
     }
 
-    pub(crate) fn spawn_put(&self, node: &Arc<Inode>, job: PutJob) {
+    pub(crate) fn spawn_put(&self, node: &Arc<Inode>, PutJob { put, charge }: PutJob) {
         let (vfs, node) = (self.clone(), node.clone());
         self.0.meta.spawn(async move {
-            let result = vfs.put_block(&node, job.parts).await;
-            drop(job.charge);
-            *job.put.result.lock() = Some(result);
+            let result = vfs.put_block(&node, put.parts.clone()).await;
+            drop(charge);
+            *put.result.lock() = Some(result);
             node.progress.notify();
         });
     }
@@ -487,10 +488,36 @@ impl Vfs {
                 Err(fault) if fault.code == Code::Busy && ends.is_some() => {
                     self.follow_end(node, round).await?;
                 }
+                Err(fault) if fault.code == Code::StalePlacement => self.put_again(node, round).await?,
                 Err(fault) => return Err(fault),
             }
         }
-        Err(Fault::new(Code::Timeout, format!("inode {} grows faster than it can be appended to", node.ino)))
+        let what = format!("inode {} or the data servers change faster than it can be written", node.ino);
+        Err(Fault::new(Code::Timeout, what))
+    }
+
+    /// A server or layout is gone that blocks of the round name: they go where the table of now says.
+    async fn put_again(&self, node: &Inode, round: &Round) -> Result<()> {
+        let tick = self.0.tick.listen();
+        let table = self.0.meta.fetch_placement().await?;
+        let is_there = |id: &ServerId| table.servers.iter().any(|server| server.id == *id);
+        let stands =
+            |block: &NewBlock| table.layout(block.layout).is_some() && block.servers.iter().all(is_there);
+        let mut again = false;
+        for sealed in &round.sealed {
+            let Body::Block(put) = &sealed.body else { continue };
+            let gone = matches!(&*put.result.lock(), Some(Ok(block)) if !stands(block));
+            if gone {
+                let result = self.put_block(node, put.parts.clone()).await;
+                *put.result.lock() = Some(result);
+                again = true;
+            }
+        }
+        // The table may be older than the refusal.
+        if !again {
+            tick.await;
+        }
+        Ok(())
     }
 
     /// The lease ran out before what was appended here was committed, and the file has another end now: it goes there.

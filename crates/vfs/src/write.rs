@@ -16,7 +16,7 @@ use torchfs_proto::msg::meta::lease;
 use torchfs_proto::{Code, Fault, Ino, Result};
 
 use crate::budget::Budget;
-use crate::commit::{PutJob, Sealed, source_of};
+use crate::commit::{PutJob, STALE_TRIES, Sealed, source_of};
 use crate::node::{Changing, File, Inode};
 use crate::open::Handle;
 use crate::{Fh, Vfs, WriteFlags};
@@ -200,29 +200,41 @@ impl Vfs {
             let _changing = changing;
             // What was buffered before others came goes first.
             let _turn = vfs.quiet_turn(&node).await;
-            let mut ranges = Vec::new();
-            let mut blocks = Vec::new();
             let most = vfs.0.meta.info().volume.block_size.max(1) as usize;
-            let mut at = offset;
             let parts: Vec<Bytes> =
                 (0..data.len()).step_by(most).map(|i| data.slice(i..data.len().min(i + most))).collect();
-            for part in parts {
-                let len = part.len() as u64;
-                let source = if part.len() <= INLINE_MAX {
-                    Source::Inline(part.to_vec().into())
-                } else {
-                    let block = vfs.put_block(&node, vec![part]).await?;
-                    let source = source_of(&block, 0);
-                    blocks.push(block);
-                    source
-                };
-                ranges.push(match flags.append {
-                    true => RangeOp::Append { len, source },
-                    false => RangeOp::Write { offset: at, len, source },
-                });
-                at += len;
-            }
-            let appended = vfs.commit_now(&node, blocks, ranges, flags.kill_privileges).await?;
+            let mut tries = 0;
+            let appended = loop {
+                let tick = vfs.0.tick.listen();
+                let mut ranges = Vec::new();
+                let mut blocks = Vec::new();
+                let mut at = offset;
+                for part in &parts {
+                    let len = part.len() as u64;
+                    let source = if part.len() <= INLINE_MAX {
+                        Source::Inline(part.to_vec().into())
+                    } else {
+                        let block = vfs.put_block(&node, vec![part.clone()]).await?;
+                        let source = source_of(&block, 0);
+                        blocks.push(block);
+                        source
+                    };
+                    ranges.push(match flags.append {
+                        true => RangeOp::Append { len, source },
+                        false => RangeOp::Write { offset: at, len, source },
+                    });
+                    at += len;
+                }
+                match vfs.commit_now(&node, blocks, ranges, flags.kill_privileges).await {
+                    // A server was removed since the puts: they go elsewhere.
+                    Err(fault) if fault.code == Code::StalePlacement && tries < STALE_TRIES => {
+                        tries += 1;
+                        vfs.0.meta.fetch_placement().await?;
+                        tick.await;
+                    }
+                    done => break done?,
+                }
+            };
             Ok(appended.first().copied().unwrap_or(offset))
         })
         .await

@@ -794,6 +794,25 @@ fn a_commit_that_names_too_few_servers_is_refused() {
 }
 
 #[test]
+fn a_commit_that_names_a_removed_server_is_refused() {
+    let world = world("replicas:1");
+    let servers = Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 12, BIG);
+    servers.advance_ms(&world, 12_000);
+    let old = world.placement();
+    let layout = old.layouts.last().unwrap().id;
+    let one = world.server_id(1);
+    let mut put = || servers.put_block(&old, layout, writer.id(), BIG);
+    let block = std::iter::repeat_with(&mut put).find(|block| block.servers == [one]).unwrap();
+    world.admin(Op::Drain { server: one, on: true });
+    servers.rest(&world);
+    world.admin(Op::RemoveServer { server: one, force: false });
+    assert_eq!(writer.commit(&world, block).unwrap_err().code, Code::StalePlacement);
+    assert!(servers.readable(&world));
+}
+
+#[test]
 fn a_disk_that_comes_back_is_searched_for_what_was_deleted_meanwhile() {
     let world = world("replicas:2");
     let servers = Servers::join(&world, 3);

@@ -7,10 +7,11 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::FutureExt;
 use torchfs_proto::attr::SetAttr;
+use torchfs_proto::layout::Scheme;
 use torchfs_proto::{Code, Ino};
 use torchfs_vfs::{Caller, Config, NoHost, Seek, Vfs, WriteFlags};
 
-use crate::world::{Kernel, Rng, WHO, close, content, create, read, rounds, run, until, write};
+use crate::world::{Kernel, Rng, WHO, World, close, content, create, read, rounds, run, run_with, until, write};
 
 #[test]
 fn what_is_written_is_read_back_before_and_after_it_is_committed() {
@@ -51,6 +52,30 @@ fn what_was_written_is_not_given_up_while_leases_are_late() {
         close(&vfs, ino, opened.fh).await;
         let other = world.mount().await;
         assert_eq!(content(&other, ino).await, data);
+        other.shutdown().await.unwrap();
+        vfs.shutdown().await.unwrap();
+    });
+}
+
+#[test]
+fn what_was_put_on_a_server_that_is_removed_before_the_commit_is_put_again() {
+    let config = torchfs_meta::Config { redundancy: Some(Scheme::Replicas(1)), ..World::settings() };
+    run_with(config, |world| async move {
+        let vfs = world.mount().await;
+        let (ino, opened) = create(&vfs, "file").await;
+        let data: Bytes = (0..2_000_000u32).map(|i| (i / 7) as u8).collect::<Vec<_>>().into();
+        // No commit arrives in time before the server is removed.
+        world.late_commits.store(u64::MAX, std::sync::atomic::Ordering::Release);
+        write(&vfs, ino, opened.fh, 0, data.clone()).await;
+        until(async || world.pieces() == 8).await;
+        assert_eq!(world.blocks().await, 0, "nothing is committed yet");
+        world.remove_server().await;
+        world.late_commits.store(0, std::sync::atomic::Ordering::Release);
+        vfs.fsync(ino, opened.fh, false).await.unwrap();
+        close(&vfs, ino, opened.fh).await;
+        let other = world.mount().await;
+        assert_eq!(content(&other, ino).await, data);
+        assert_eq!(world.problems().await, Vec::<String>::new());
         other.shutdown().await.unwrap();
         vfs.shutdown().await.unwrap();
     });

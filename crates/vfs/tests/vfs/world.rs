@@ -135,7 +135,10 @@ impl World {
     }
 
     pub async fn mount_with(self: &Arc<World>, config: Config, host: Arc<dyn Host>) -> Vfs {
-        for (i, addr) in self.servers.keys().enumerate() {
+        for (i, (addr, server)) in self.servers.iter().enumerate() {
+            if server.removed.load(Ordering::Acquire) {
+                continue;
+            }
             let beat = meta::Heartbeat {
                 store: i as u64 + 1,
                 addr: addr.clone(),
@@ -151,6 +154,17 @@ impl World {
         let meta = Meta::open(config_meta).await.unwrap();
         let blocks = Blocks::new(meta.clone(), connector, BlocksConfig::default());
         Vfs::new(config, meta, blocks, host)
+    }
+
+    /// A data server that holds pieces is removed by force, and what it has is gone.
+    pub async fn remove_server(&self) {
+        let holds = |server: &&Arc<Server>| !server.pieces.lock().is_empty();
+        let (addr, server) = self.servers.iter().find(|(_, server)| holds(server)).unwrap();
+        let meta::Done::Status(status) = self.admin(meta::Op::Status).await else { panic!() };
+        let id = status.servers.iter().find(|info| info.addr == *addr).unwrap().id;
+        self.admin(meta::Op::RemoveServer { server: id, force: true }).await;
+        server.removed.store(true, Ordering::Release);
+        server.pieces.lock().clear();
     }
 
     /// Pieces that the data servers hold.
@@ -324,6 +338,7 @@ struct Server {
     broken: AtomicBool,
     held: AtomicBool,
     puts: AtomicU64,
+    removed: AtomicBool,
 }
 
 impl Service for Server {
