@@ -428,9 +428,9 @@ fn before(until: Instant) -> Instant {
     until.checked_sub(MARGIN.min(left / 4)).unwrap_or(until)
 }
 
-/// Spreads work over time: so many bytes per second.
+/// Spreads work over time: so many bytes per second. Holds the rate, and when the next bytes may move at it.
 #[derive(Default)]
-pub(crate) struct Pace(Mutex<Option<Instant>>);
+pub(crate) struct Pace(Mutex<Option<(u64, Instant)>>);
 
 impl Pace {
     /// Waits until these bytes may move; refuses if that is too late.
@@ -440,14 +440,31 @@ impl Pace {
         }
         let at = {
             let mut free = self.0.lock();
-            let at = free.map_or_else(Instant::now, |free| free.max(Instant::now()));
+            // What was reserved at another rate says nothing about this one.
+            let reserved = free.filter(|(reserved, _)| *reserved == rate).map(|(_, free)| free);
+            let at = reserved.map_or_else(Instant::now, |free| free.max(Instant::now()));
             if at >= until {
                 return Err(late());
             }
-            *free = Some(at + Duration::from_secs_f64(bytes as f64 / rate as f64));
+            *free = Some((rate, at + Duration::from_secs_f64(bytes as f64 / rate as f64)));
             at
         };
         tokio::time::sleep_until(at.into()).await;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_raised_rate_holds_at_once() {
+        let pace = Pace::default();
+        let until = Instant::now() + Duration::from_secs(3_600);
+        pace.wait(1 << 20, 1, until).await.unwrap();
+        assert_eq!(pace.wait(1, 1, until).await.unwrap_err().code, Code::Overloaded);
+        pace.wait(1 << 20, 1 << 30, until).await.unwrap();
+        pace.wait(1, 1 << 30, until).await.unwrap();
     }
 }

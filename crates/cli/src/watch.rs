@@ -54,7 +54,19 @@ pub fn repair_stand(report: &RepairReport) -> Stand {
         (groups, pieces) => format!("{groups} groups, {} pieces to copy", print::count(pieces)),
     };
     let done = report.dirty == 0 && report.moving == 0 && !report.balancing;
-    Stand { done, at: report.pass_done, total: report.pass_total, says, cannot: None }
+    Stand { done, at: report.pass_done, total: report.pass_total, says, cannot: hopeless(report) }
+}
+
+/// Why groups stay as they are: what blocks of theirs lack is nowhere, and nothing else is left to copy.
+pub fn hopeless(report: &RepairReport) -> Option<String> {
+    let rests = report.lost > 0 && report.pieces_left == 0 && report.pass_total == 0;
+    rests.then(|| {
+        format!(
+            "{} blocks have too few pieces left to be read; bring back a server that had them, or delete their files, \
+             which `torchfs fsck --data` names",
+            print::count(report.lost)
+        )
+    })
 }
 
 /// What a report says about whether all data has all its pieces: as [`repair_stand`], but servers that are away count too.
@@ -227,5 +239,19 @@ mod tests {
         report.balancing = false;
         report.degraded = 3;
         assert!(repair_stand(&report).done && !redundancy_stand(&report).done, "a server is away");
+    }
+
+    #[test]
+    fn work_that_lost_blocks_hold_up_is_not_waited_for() {
+        let mut report = RepairReport { dirty: 2, lost: 1, pass_total: 9, ..RepairReport::default() };
+        assert_eq!(repair_stand(&report).cannot, None, "others may still be made whole");
+        (report.pass_total, report.pieces_left) = (0, 3);
+        assert_eq!(repair_stand(&report).cannot, None);
+        report.pieces_left = 0;
+        let why = repair_stand(&report).cannot.unwrap();
+        assert!(why.contains("bring back a server"), "{why}");
+        report.degraded = 1;
+        assert!(redundancy_stand(&report).cannot.is_some());
+        assert_eq!(repair_stand(&RepairReport { dirty: 2, ..RepairReport::default() }).cannot, None);
     }
 }

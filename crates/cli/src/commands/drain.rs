@@ -84,7 +84,7 @@ fn stand(report: &RepairReport, server: ServerId, most: &mut u64) -> Stand {
         return Stand { at: *most, total: *most, says, ..repair };
     }
     let says = format!("{} groups left on it, {moved}", print::count(left));
-    Stand { done: false, at: *most - left, total: *most, says, cannot }
+    Stand { done: false, at: *most - left, total: *most, says, cannot: cannot.or(watch::hopeless(report)) }
 }
 
 /// What has left the server so far.
@@ -109,6 +109,10 @@ mod tests {
         (report.moving, report.dirty) = (0, 0);
         let sentence = stand(&report, ServerId(5), &mut most).cannot.unwrap();
         assert!(sentence.contains("--stop"), "{sentence}");
+        (report.drains[0].stuck, report.dirty, report.lost) = (0, 1, 1);
+        let sentence = stand(&report, ServerId(5), &mut most).cannot.unwrap();
+        assert!(sentence.contains("too few pieces"), "{sentence}");
+        (report.dirty, report.lost) = (0, 0);
         report.drains[0] = DrainReport { groups: 0, stuck: 0, ..drain };
         let end = stand(&report, ServerId(5), &mut most);
         assert!(end.done && end.says.contains("its 9 old pieces go by themselves"), "{}", end.says);
