@@ -507,8 +507,24 @@ impl Meta {
         if calls.is_empty() {
             return false;
         }
+        let pulled: Vec<(ServerId, BlockId)> =
+            calls.iter().flat_map(|call| call.items.iter().map(|item| (call.server, item.block))).collect();
         // What fails stays marked in its group; the next pass names it.
         self.pull_all(peers, calls, &addrs).await;
+        let mut state = self.state.lock();
+        // Blocks that died meanwhile: what was pulled for them is left over.
+        let dead = |id: BlockId| !matches!(self.find_block(&state, id), Ok(Some(_)));
+        let stale: HashSet<ServerId> =
+            pulled.into_iter().filter(|(_, id)| dead(*id)).map(|(server, _)| server).collect();
+        if !stale.is_empty() {
+            let marked = self.edit_members(&mut state, self.clock.now(), |table, _| {
+                stale.iter().for_each(|server| table.mark_stale(*server));
+                Ok(())
+            });
+            if let Err(fault) = marked {
+                tracing::warn!("servers with stale pieces cannot be marked: {fault}");
+            }
+        }
         true
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use parking_lot::Mutex;
 use torchfs_meta::BlockPeers;
@@ -33,6 +34,8 @@ struct Inner {
     rates: BTreeSet<u64>,
     pulled: u64,
     scrubbed: u64,
+    /// The next pull waits until it is asked for once more.
+    slow_pull: bool,
 }
 
 #[derive(Default)]
@@ -40,6 +43,8 @@ struct Store {
     dead: bool,
     /// The next removal happens, but its answer is lost.
     loses_answer: bool,
+    /// So many pieces fit; 0: as many as there are.
+    room: usize,
     pieces: BTreeSet<PieceAt>,
     rotten: BTreeSet<PieceAt>,
 }
@@ -141,6 +146,22 @@ impl Servers {
     /// A disk of the server is lost with all that is on it.
     pub fn wipe(&self, server: u32) {
         self.inner.lock().stores.get_mut(&addr(server)).unwrap().pieces.clear();
+    }
+
+    /// The server is full with so many pieces.
+    pub fn set_room(&self, server: u32, pieces: usize) {
+        self.inner.lock().stores.get_mut(&addr(server)).unwrap().room = pieces;
+    }
+
+    /// A step of repair during whose pull something happens.
+    pub fn repair_while(&self, world: &World, happens: impl FnOnce()) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        self.inner.lock().slow_pull = true;
+        let mut step = std::pin::pin!(world.meta.repair(self));
+        let waits = runtime.block_on(async { step.as_mut().now_or_never().is_none() });
+        assert!(waits, "something is pulled");
+        happens();
+        runtime.block_on(step);
     }
 
     /// A piece is lost, and nobody knows.
@@ -271,6 +292,34 @@ impl Servers {
             }
         }
         astray
+    }
+
+    fn pull_now(&self, addr: &str, items: Vec<PullItem>, rate: u64) -> Result<Pulled> {
+        let mut inner = self.inner.lock();
+        inner.rates.insert(rate);
+        inner.up(addr)?;
+        let mut pulled = Pulled::default();
+        for (place, item) in items.iter().enumerate() {
+            let at = (item.block, item.piece);
+            let store = &inner.stores[addr];
+            if store.pieces.contains(&at) && !(item.verify && store.rotten.contains(&at)) {
+                continue;
+            }
+            if store.room > 0 && store.pieces.len() >= store.room {
+                pulled.failed.push((place as u32, Fault::new(Code::NoSpace, "the disk is full")));
+                continue;
+            }
+            if !inner.can_pull(item) {
+                pulled.failed.push((place as u32, Fault::new(Code::Gone, "too few sources")));
+                continue;
+            }
+            inner.pulled += 1;
+            pulled.bytes += u64::from(item.block_len);
+            let store = inner.stores.get_mut(addr).unwrap();
+            store.pieces.insert(at);
+            store.rotten.remove(&at);
+        }
+        Ok(pulled)
     }
 
     fn reads(&self, placement: &Placement, server: ServerId, at: PieceAt) -> bool {
@@ -417,29 +466,22 @@ impl RepairPeers for Servers {
     }
 
     fn pull<'a>(&'a self, addr: &'a str, items: Vec<PullItem>, rate: u64, _: Duration) -> Asking<'a, Pulled> {
-        let mut inner = self.inner.lock();
-        inner.rates.insert(rate);
-        if let Err(fault) = inner.up(addr) {
-            return Box::pin(std::future::ready(Err(fault)));
-        }
-        let mut pulled = Pulled::default();
-        for (place, item) in items.iter().enumerate() {
-            let at = (item.block, item.piece);
-            let store = &inner.stores[addr];
-            if store.pieces.contains(&at) && !(item.verify && store.rotten.contains(&at)) {
-                continue;
+        let slow = std::mem::take(&mut self.inner.lock().slow_pull);
+        Box::pin(async move {
+            let pieces: Vec<PieceAt> = items.iter().map(|item| (item.block, item.piece)).collect();
+            let pulled = self.pull_now(addr, items, rate);
+            if slow {
+                // What was fetched before is stored after.
+                let mut waited = false;
+                std::future::poll_fn(|_| match std::mem::replace(&mut waited, true) {
+                    true => std::task::Poll::Ready(()),
+                    false => std::task::Poll::Pending,
+                })
+                .await;
+                self.inner.lock().up(addr)?.pieces.extend(pieces);
             }
-            if !inner.can_pull(item) {
-                pulled.failed.push((place as u32, Fault::new(Code::Gone, "too few sources")));
-                continue;
-            }
-            inner.pulled += 1;
-            pulled.bytes += u64::from(item.block_len);
-            let store = inner.stores.get_mut(addr).unwrap();
-            store.pieces.insert(at);
-            store.rotten.remove(&at);
-        }
-        Box::pin(std::future::ready(Ok(pulled)))
+            pulled
+        })
     }
 
     fn forget<'a>(&'a self, addr: &'a str, pieces: Vec<PieceAt>) -> Asking<'a, ()> {
