@@ -8,7 +8,7 @@
 //! # Invariants
 //! - Up, down and out are records; figures and suspicion are not.
 //! - A server that was down or out and comes back has its groups checked for missing pieces and itself for stale ones; one whose
-//!   disk is lost has its groups checked, and one whose disk is new or back is searched for stale pieces: what was deleted
+//!   disk is lost has its groups checked, once more when every block that was put there before is committed or given up, and one whose disk is new or back is searched for stale pieces: what was deleted
 //!   meanwhile was not told to that disk.
 //! - One that was started anew has its groups checked too: what it lost with its last process nobody else knows.
 //! - Who was down when the service started stays down until it is heard; who was up counts as up until it is silent for too long
@@ -42,6 +42,8 @@ pub struct Members {
     /// could give the same version to another table.
     pub placed: Seq,
     live: BTreeMap<ServerId, Live>,
+    /// Servers whose groups are looked at once more, and when.
+    again: BTreeMap<ServerId, Instant>,
     /// When this service began: nobody was silent before that.
     began: Instant,
 }
@@ -69,7 +71,7 @@ impl Members {
     /// Over a table that was loaded; servers count as heard until they are silent for too long.
     pub fn new(table: Table, now: Instant) -> Members {
         let live = table.servers.keys().map(|id| (*id, Live::silent(now))).collect();
-        Members { table, placed: Seq(0), live, began: now }
+        Members { table, placed: Seq(0), live, again: BTreeMap::new(), began: now }
     }
 
     /// Puts an edited table in the place of the one it was made from; this batch wrote it.
@@ -152,6 +154,23 @@ impl Members {
             record.total = beat.total;
         }
         (known != Some(&record)).then_some(record)
+    }
+
+    /// The server, if this heartbeat tells of a disk that is lost.
+    pub fn loses_disk(&self, beat: &Heartbeat) -> Option<ServerId> {
+        let server = self.table.servers.get(&self.known(beat)?)?;
+        let has = |id: &u64| beat.disks.iter().any(|disk| disk.id == *id && !disk.failed);
+        (!beat.disks.is_empty() && !server.disks.iter().all(has)).then_some(server.id)
+    }
+
+    /// The groups of this server are to be looked at once more at that time.
+    pub fn look_again(&mut self, server: ServerId, at: Instant) {
+        self.again.insert(server, at);
+    }
+
+    /// The servers whose groups are to be looked at once more now.
+    pub fn take_due(&mut self, now: Instant) -> Vec<ServerId> {
+        self.again.extract_if(.., |_, at| now >= *at).map(|(server, _)| server).collect()
     }
 
     /// Edits the table as a heartbeat asks for.

@@ -203,9 +203,10 @@ impl Table {
         changed
     }
 
-    /// Moves groups to even out the servers, so that at most `most` groups move at once. With `at_once` nothing is stored yet
+    /// Moves groups to even out the servers, so that at most `most` groups move at once. With `dirty` also those in which pieces
+    /// may be missing: a server that is full keeps its groups dirty until some leave it. With `at_once` nothing is stored yet
     /// and groups simply change. Answers how many groups changed.
-    pub fn balance(&mut self, most: usize, slack: u64, at_once: bool) -> usize {
+    pub fn balance(&mut self, most: usize, slack: u64, dirty: bool, at_once: bool) -> usize {
         let candidates = self.candidates();
         let moving = |layout: &Layout| layout.groups.iter().filter(|g| !g.moving_to.is_empty()).count();
         let mut room = most.saturating_sub(self.layouts.values().map(moving).sum());
@@ -216,7 +217,10 @@ impl Table {
             let targets: Vec<Vec<ServerId>> = layout.groups.iter().map(|g| g.target().to_vec()).collect();
             // A group that moves finishes first.
             let fixed = |number: usize| {
-                layout.groups.get(number).is_none_or(|g| !g.moving_to.is_empty() || (g.dirty && !at_once))
+                layout
+                    .groups
+                    .get(number)
+                    .is_none_or(|g| !g.moving_to.is_empty() || (g.dirty && !dirty && !at_once))
             };
             let width = layout.scheme.width();
             let enough = candidates.iter().filter(|candidate| candidate.open).count() >= width;

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use torchfs_proto::attr::Time;
-use torchfs_proto::layout::{Group, ServerState};
+use torchfs_proto::layout::ServerState;
 use torchfs_proto::msg::meta::{BAD_MAX, BadPiece, Done, Heartbeat, Op, SessionTop};
 use torchfs_proto::record::ClusterCounters;
 use torchfs_proto::{Code, Fault, LayoutId, Result, ServerId, SessionId, key};
@@ -122,6 +122,11 @@ impl Meta {
                 .next("stop it; to have it join as a new server, start it on empty folders"));
         }
         let wall = Time::from_ns(self.clock.wall_ns());
+        if let Some(server) = state.members.loses_disk(beat) {
+            // Blocks that were put there and not committed are in no record yet. Whoever may still commit them does so by then.
+            let term = Duration::from_millis(u64::from(self.config.session_ms));
+            state.members.look_again(server, now + term);
+        }
         let server = match (state.members.changed(beat, wall), state.members.known(beat)) {
             (None, Some(server)) => server,
             (None, None) => return Err(Code::Internal.into()),
@@ -238,6 +243,17 @@ impl Meta {
             }
             state.repairs.changed();
         }
+        let due = state.members.take_due(now);
+        if !due.is_empty() {
+            let edited = self.edit_members(state, now, |table, _| {
+                due.iter().for_each(|server| table.mark_server_dirty(*server));
+                Ok(())
+            });
+            if let Err(fault) = edited {
+                tracing::warn!("groups cannot be marked: {fault}");
+                due.into_iter().for_each(|server| state.members.look_again(server, now));
+            }
+        }
         let every = Duration::from_millis(u64::from(self.config.reshape_ms));
         if state.reshaped.is_none_or(|last| now >= last + every) {
             state.reshaped = Some(now);
@@ -289,11 +305,9 @@ impl Meta {
         let (most, slack) = (self.config.rebalance_groups, if asked || at_once { 0 } else { 20 });
         let moved = self.edit_members(state, now, |table, _| {
             let away = table.evade();
-            let even = if auto || asked { table.balance(most, slack, at_once) } else { 0 };
-            // Groups that move, or are looked at first, may have to move yet.
-            let busy =
-                |group: &Group| !group.moving_to.is_empty() || (group.dirty && !table.lacks_server(group));
-            let busy = table.groups().any(|(_, _, group)| busy(group));
+            let even = if auto || asked { table.balance(most, slack, asked, at_once) } else { 0 };
+            // Others move when these have.
+            let busy = table.groups().any(|(_, _, group)| !group.moving_to.is_empty());
             Ok((away, even, busy))
         })?;
         if asked && moved.1 == 0 && !moved.2 {

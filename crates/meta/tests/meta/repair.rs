@@ -476,6 +476,36 @@ fn a_rebalance_that_is_asked_for_while_groups_are_looked_at_is_not_forgotten() {
 }
 
 #[test]
+fn a_rebalance_takes_groups_off_a_server_that_is_full() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 24, BIG);
+    servers.settle(&world);
+    world.admin(Op::Rebalance { auto: Some(false) });
+    servers.advance_ms(&world, 12_000);
+    // A disk of server 3 is lost, and the rest has not room enough: each of its groups lacks something.
+    let had = servers.count(3);
+    servers.wipe(3);
+    servers.set_room(3, had / 2);
+    let beat = Heartbeat { store: 3, addr: addr(3), total: 1 << 40, placement: 1, ..Heartbeat::default() };
+    world.admin(Op::Heartbeat(beat.clone()));
+    world.admin(Op::Heartbeat(Heartbeat { placement: 0, ..beat }));
+    servers.repair(&world);
+    assert_eq!((world.repair_report().dirty, servers.count(3)), (8, had / 2));
+    (4..=6).for_each(|server| servers.add(&world, server, ""));
+    world.admin(Op::Rebalance { auto: None });
+    for _ in 0..10 {
+        servers.repair(&world);
+        servers.advance_ms(&world, 31_000);
+    }
+    servers.settle(&world);
+    assert!(!world.repair_report().balancing);
+    assert_eq!(places(&world), [4, 4, 4, 4, 4, 4]);
+    clean(&world, &servers);
+}
+
+#[test]
 fn servers_that_join_an_empty_cluster_share_it_at_once() {
     let world = world("replicas:2");
     let servers = Servers::join(&world, 2);
@@ -551,6 +581,70 @@ fn a_lost_disk_is_filled_again() {
     assert!(world.repair_report().dirty > 0, "groups of the server are checked");
     servers.settle(&world);
     clean(&world, &servers);
+}
+
+#[test]
+fn a_block_that_was_in_flight_when_its_disk_was_lost_is_made_whole() {
+    let world = World::with(Config {
+        redundancy: Some(Scheme::Replicas(2)),
+        groups: 12,
+        session_ms: 60_000,
+        ..Config::default()
+    });
+    let servers = Servers::join(&world, 3);
+    let beat = |ids: &[u64]| {
+        let disks = ids.iter().map(|id| DiskInfo { id: *id, ..DiskInfo::default() }).collect();
+        let beat = Heartbeat { store: 2, addr: addr(2), total: 1 << 40, disks, ..Heartbeat::default() };
+        world.admin(Op::Heartbeat(beat));
+    };
+    beat(&[7, 8]);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 24, BIG);
+    servers.advance_ms(&world, 12_000);
+    let table = world.placement();
+    let layout = table.layouts.last().unwrap().id;
+    let late: Vec<_> = (0..12).map(|_| servers.put_block(&table, layout, writer.id(), BIG)).collect();
+    servers.wipe(2);
+    beat(&[7]);
+    servers.settle(&world);
+    clean(&world, &servers);
+    late.into_iter().for_each(|block| writer.commit(&world, block).unwrap());
+    assert_eq!(world.repair_report().dirty, 0, "nobody knows of it yet");
+    for _ in 0..14 {
+        writer.client.renew(&world);
+        servers.advance_ms(&world, 5_000);
+    }
+    servers.settle(&world);
+    clean(&world, &servers);
+}
+
+#[test]
+fn what_is_pulled_for_a_block_that_dies_meanwhile_is_removed() {
+    let world = world("replicas:2");
+    let servers = Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 12, BIG);
+    servers.advance_ms(&world, 12_000);
+    servers.rest(&world);
+    let block = world.blocks()[0].clone();
+    let table = world.placement();
+    let layout = table.layouts.last().unwrap();
+    let home = layout.groups[layout.group_of(block.id)].servers[0];
+    servers.lose(home.0, (block.id, 0));
+    world.admin(Op::ReportBad { pieces: vec![BadPiece { block: block.id, piece: 0, server: home }] });
+    world.sync();
+    let session = writer.client.id;
+    servers.repair_while(&world, || {
+        writer.empty(&world);
+        world.admin(Op::Evict { session });
+        for _ in 0..60 {
+            servers.advance_ms(&world, 1_000);
+            world.collect(&servers);
+        }
+    });
+    assert!(servers.has(home.0, (block.id, 0)), "it arrived when the block was dead");
+    servers.rest(&world);
+    assert_eq!((1..=3).map(|server| servers.count(server)).sum::<usize>(), 0);
 }
 
 #[test]
