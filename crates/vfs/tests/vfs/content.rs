@@ -11,7 +11,9 @@ use torchfs_proto::layout::Scheme;
 use torchfs_proto::{Code, Ino};
 use torchfs_vfs::{Caller, Config, NoHost, Seek, Vfs, WriteFlags};
 
-use crate::world::{Kernel, Rng, WHO, World, close, content, create, read, rounds, run, run_with, until, write};
+use crate::world::{
+    Kernel, Rng, WHO, World, close, content, create, read, rounds, run, run_with, until, write,
+};
 
 #[test]
 fn what_is_written_is_read_back_before_and_after_it_is_committed() {
