@@ -306,9 +306,12 @@ fn mount_in_the_background_returns_when_the_mount_answers() {
     // By a link to it, too.
     let link = cluster.sandbox().path("link");
     std::os::unix::fs::symlink(&path, &link).unwrap();
-    let shown = fs::read_to_string("/proc/self/mountinfo").unwrap();
-    let line = shown.lines().find(|line| line.contains(&*path.to_string_lossy())).unwrap();
-    assert!(line.contains("torchfs:main"), "the source names the volume: {line}");
+    // A list that others change while it is read may lack a line.
+    eventually("the mount to name its volume", || {
+        let shown = fs::read_to_string("/proc/self/mountinfo").unwrap();
+        let line = shown.lines().find(|line| line.contains(&*path.to_string_lossy()));
+        if line.is_some_and(|line| line.contains("torchfs:main")) { Ok(()) } else { Err(format!("{line:?}")) }
+    });
     assert!(cluster.torchfs(["sessions"]).ok().contains("main"), "so do sessions");
     cluster.torchfs(["umount", &link.to_string_lossy()]).ok();
     assert!(!sys::mounted(&path));

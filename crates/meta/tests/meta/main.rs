@@ -6,6 +6,7 @@ mod content;
 mod deleter;
 mod dumps;
 mod locks;
+mod moves;
 mod namespace;
 mod orphans;
 mod repair;

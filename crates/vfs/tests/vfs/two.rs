@@ -332,6 +332,9 @@ fn a_lock_that_was_granted_unheard_is_taken_back_and_what_was_held_stays() {
             assert!(!b.may(LockType::Write, 10, 19).await, "what was held is");
             assert!(!b.may(LockType::Write, 90, 99).await, "and what was taken since");
             a.vfs.unlink(Ino::ROOT, b"file").await.unwrap();
+            // Or the next ones would wait for leases that nobody gives back.
+            a.vfs.shutdown().await.unwrap();
+            b.vfs.shutdown().await.unwrap();
         }
     });
 }
