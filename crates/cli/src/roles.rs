@@ -23,6 +23,7 @@ pub use mount::{Mount, MountOptions, unmount};
 
 /// Runs the process's one runtime.
 pub fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    raise_descriptors();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .thread_name("runtime")
@@ -32,6 +33,16 @@ pub fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Res
     // What still runs is background work of roles that were stopped already.
     runtime.shutdown_timeout(std::time::Duration::from_secs(2));
     result
+}
+
+/// Takes as many descriptors as the system allows: each connection is one, and the usual limit of 1,024 would be the number of
+/// clients that a server can have.
+fn raise_descriptors() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let maximum = getrlimit(Resource::Nofile).maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
+        tracing::debug!(%error, "the limit of descriptors stays as it is");
+    }
 }
 
 /// Ends when the process is asked to stop. Registered at once, so that no signal is missed while roles start.
