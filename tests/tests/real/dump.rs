@@ -398,7 +398,10 @@ fn status_tells_how_old_the_newest_dump_is_and_warns_when_there_is_none() {
     cluster.data[0].kill();
     fs::write(&half, "half").unwrap();
     cluster.restart();
-    assert!(!half.exists());
+    eventually(
+        "half a dump to be removed",
+        || if half.exists() { Err("it is there".into()) } else { Ok(()) },
+    );
     cluster.meta.stop();
     dump_every(cluster.sandbox(), "0");
     cluster.restart();
