@@ -196,7 +196,8 @@ impl Leases {
     }
 
     /// Grants those of the bits that may be granted now: none while the inode is recalled or waited for by others than
-    /// `ticket`, none after the term, no attributes while several sessions write. Data bits only for what is new.
+    /// `ticket`, none after the term, no attributes while several sessions write. Data bits only for what is new. Even a grant
+    /// of nothing has a number: the session knows the inode from then on, whatever it gave back before.
     pub fn grant(
         &mut self,
         session: SessionId,
@@ -208,30 +209,31 @@ impl Leases {
         if !self.know(session, node, false) {
             return None;
         }
-        let term = self.sessions.get(&session)?;
-        if now >= term.ends || term.condemned {
-            return None;
-        }
-        let mut bits = bits;
-        if let Some(shelf) = self.nodes.get(&node) {
-            let busy = shelf.waiting.iter().any(|t| Some(*t) != ticket)
-                || shelf.holds.iter().any(|hold| !hold.recalls.is_empty() && self.bits(hold, now) != 0);
-            if busy {
-                return None;
-            }
-            let shared = |hold: &Hold| hold.writing && self.bits(hold, now) & lease::SHARED != 0;
-            if shelf.holds.iter().any(shared) {
-                bits &= !lease::ATTR;
+        match bits & self.grantable(session, node, now, ticket) {
+            0 => Some(self.say_again(session, node, 0)),
+            bits => {
+                let grant = self.give(session, node, bits);
+                if bits & lease::WRITE != 0 {
+                    self.mark_writing(session, node);
+                }
+                Some(grant)
             }
         }
-        if bits == 0 {
-            return None;
+    }
+
+    fn grantable(&self, session: SessionId, node: Node, now: Instant, ticket: Option<u64>) -> u8 {
+        if self.sessions.get(&session).is_none_or(|term| now >= term.ends || term.condemned) {
+            return 0;
         }
-        let grant = self.give(session, node, bits);
-        if bits & lease::WRITE != 0 {
-            self.mark_writing(session, node);
+        let Some(shelf) = self.nodes.get(&node) else { return u8::MAX };
+        let busy = shelf.waiting.iter().any(|t| Some(*t) != ticket)
+            || shelf.holds.iter().any(|hold| !hold.recalls.is_empty() && self.bits(hold, now) != 0);
+        let shared = |hold: &Hold| hold.writing && self.bits(hold, now) & lease::SHARED != 0;
+        match busy {
+            true => 0,
+            false if shelf.holds.iter().any(shared) => !lease::ATTR,
+            false => u8::MAX,
         }
-        Some(grant)
     }
 
     /// Gives back after a restart what the session held before, as far as it fits what others reported.
@@ -310,10 +312,13 @@ impl Leases {
         // What is held is answered again, even while it is recalled: the recalled session never waits behind the one
         // that waits for it.
         if enough {
-            if write && !recalled {
+            if recalled {
+                return Data::Granted(Grant { ino: node.1, bits: mine, number });
+            }
+            if write {
                 self.mark_writing(session, node);
             }
-            return Data::Granted(Grant { ino: node.1, bits: mine, number });
+            return Data::Granted(self.say_again(session, node, mine));
         }
         if first.is_some_and(|first| Some(first) != ticket) {
             return Data::Queue;
@@ -398,8 +403,8 @@ impl Leases {
     pub fn forget(&mut self, session: SessionId, node: Node, bits: u8, number: u64) {
         let epoch = self.epoch(session);
         let Some(hold) = self.hold_mut(session, node) else { return };
-        // A newer grant is on its way to the session. One that ended since is not: it may be forgotten under any number.
-        if hold.number > number && hold.bits != 0 && hold.epoch == epoch {
+        // A newer answer is on its way to the session. Not so if its epoch ended: then it may be forgotten under any number.
+        if hold.number > number && hold.epoch == epoch {
             return;
         }
         hold.bits &= !bits;
@@ -564,6 +569,22 @@ impl Leases {
                 hold.write_since = number;
             }
         }
+        Grant { ino: node.1, bits, number }
+    }
+
+    /// Answers with what is held. Under a new number: that the session gives it back, or forgets the inode, may be on its way, and
+    /// was said of what it had heard before.
+    fn say_again(&mut self, session: SessionId, node: Node, bits: u8) -> Grant {
+        let epoch = self.epoch(session);
+        let next = self.number + 1;
+        let mut number = 0;
+        if let Some(hold) = self.hold_mut(session, node) {
+            if hold.epoch == epoch {
+                hold.number = next;
+            }
+            number = hold.number;
+        }
+        self.number = next;
         Grant { ino: node.1, bits, number }
     }
 

@@ -430,6 +430,7 @@ impl Vfs {
             {
                 let mut state = node.lock();
                 state.changed_at(mark);
+                state.removed_here = !named;
                 if created {
                     match make.kind {
                         Kind::Dir
@@ -598,6 +599,7 @@ impl Vfs {
             state.changed_at(mark);
             if last {
                 state.orphan = true;
+                state.removed_here = true;
                 state.gone = !held;
             }
             state.handles > 0

@@ -66,6 +66,10 @@ pub(crate) struct State {
     pub(crate) leaving: u32,
     /// No name is left: to be released after the last close.
     pub(crate) orphan: bool,
+    /// It never had a name, or the last one was taken off here, where the kernel knows of it: nobody is about to open it.
+    pub(crate) removed_here: bool,
+    /// Without a name, it is kept until then for who is about to open it.
+    pub(crate) lingers: Option<Instant>,
     /// The service removed it.
     pub(crate) gone: bool,
     /// A change of content other than a write is under way: writes wait for it, even if its caller went away.
@@ -159,6 +163,8 @@ impl Inode {
                 busy: 0,
                 overlap: false,
                 leaving: 0,
+                removed_here: false,
+                lingers: None,
                 gone: false,
                 changing: false,
                 recalling: 0,

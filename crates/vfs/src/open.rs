@@ -250,19 +250,20 @@ impl Vfs {
 
     /// A handle is gone; with the last one of an inode without a name, the inode goes too.
     pub(crate) fn closed(&self, node: &Arc<Inode>, wrote: bool) {
-        let (last, orphan) = {
+        let (last, orphan, removed_here) = {
             let mut state = node.lock();
             state.handles = state.handles.saturating_sub(1);
             state.writers = state.writers.saturating_sub(u32::from(wrote));
-            (state.handles == 0, state.orphan)
+            (state.handles == 0, state.orphan, state.removed_here)
         };
         if !last {
             return;
         }
-        if orphan {
-            self.discard(node);
-            node.lock().gone = true;
-            self.0.meta.release(node.ino);
+        if orphan && removed_here {
+            self.let_go(node);
+        } else if orphan {
+            // The close is not waited for, so who opened it may have looked its name up again before that went.
+            self.linger(node.clone());
         } else if self.0.meta.holds(node.ino, lease::SHARED).is_some() {
             // Others may buffer again.
             self.0.meta.give_back(node.ino, lease::SHARED);

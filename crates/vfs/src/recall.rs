@@ -35,20 +35,16 @@ impl Keeper for Inner {
 
     fn orphaned(&self, ino: Ino) {
         let Some(vfs) = self.vfs() else { return };
-        let Some(node) = vfs.find_node(ino) else {
-            self.meta.release(ino);
-            return;
-        };
-        let open = {
+        // A program that found the name a moment ago may be about to open what was behind it, even if the answer that tells
+        // of it is still on its way here.
+        let node = vfs.node(ino);
+        {
             let mut state = node.lock();
             state.orphan = true;
+            state.removed_here = false;
             state.doubt_attr();
-            state.handles > 0
-        };
-        if !open {
-            // A program that found the name a moment ago may be about to open what was behind it.
-            self.departing.lock().push_back((Instant::now() + LINGER, node));
         }
+        vfs.linger(node);
         self.host.invalidate_attr(ino);
     }
 
@@ -99,18 +95,28 @@ impl Keeper for Inner {
 }
 
 impl Vfs {
+    /// Keeps an inode that lost its last name elsewhere for who is about to open it, until the time is up.
+    pub(crate) fn linger(&self, node: Arc<Inode>) {
+        let due = Instant::now() + LINGER;
+        node.lock().lingers = Some(due);
+        self.0.departing.lock().push_back((due, node));
+    }
+
     /// Gives up what nobody opened in its time.
     pub(crate) fn let_go_due(&self) {
         let now = Instant::now();
         loop {
             let next = self.0.departing.lock().pop_front_if(|(due, _)| *due <= now);
-            let Some((_, node)) = next else { return };
-            self.let_go(&node);
+            let Some((due, node)) = next else { return };
+            // It may have been opened and closed since; then its turn comes later.
+            if node.lock().lingers == Some(due) {
+                self.let_go(&node);
+            }
         }
     }
 
     /// Gives up an inode without a name, unless somebody has it open by now; then its last handle does so.
-    fn let_go(&self, node: &Arc<Inode>) {
+    pub(crate) fn let_go(&self, node: &Arc<Inode>) {
         {
             let mut state = node.lock();
             if state.handles > 0 || state.gone {

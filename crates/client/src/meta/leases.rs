@@ -48,7 +48,7 @@ struct Held {
     bits: u8,
     /// Recalled, and what is dirty under them is being written back.
     returning: u8,
-    /// The newest grant of any bit.
+    /// The newest answer about it, whether it granted anything or not.
     newest: u64,
     /// The newest grant of READ, WRITE or SHARED.
     data: u64,
@@ -120,10 +120,15 @@ impl Leases {
 
     /// Takes the grants of a reply, except those that are void already.
     pub fn grant(&mut self, epoch: u32, grants: &[Grant]) {
-        if epoch != self.epoch || self.voiding > 0 {
+        if epoch != self.epoch {
             return;
         }
         for grant in grants {
+            let held = self.held.entry(grant.ino).or_default();
+            held.newest = held.newest.max(grant.number);
+            if self.voiding > 0 {
+                continue;
+            }
             let leaving = self.leaving.get(&grant.ino).is_some_and(|(upto, _)| grant.number <= *upto);
             if leaving || self.recalls.void(grant.ino, grant.number) {
                 if leaving && grant.bits & WRITING != 0 {
@@ -131,7 +136,6 @@ impl Leases {
                     let held = self.held.entry(grant.ino).or_default();
                     if held.bits & WRITING == 0 {
                         held.returning |= grant.bits & WRITING;
-                        held.newest = held.newest.max(grant.number);
                         held.writing = held.writing.max(grant.number);
                     }
                 }
@@ -139,7 +143,6 @@ impl Leases {
             }
             let held = self.held.entry(grant.ino).or_default();
             held.bits |= grant.bits & !DATA;
-            held.newest = held.newest.max(grant.number);
             if grant.bits & DATA != 0 && grant.number >= held.data {
                 // The service grants READ, WRITE or SHARED; the newer one replaces the others, there and here. A READ that
                 // stayed behind would outlive the recall of the WRITE that took its place.
@@ -199,7 +202,10 @@ impl Leases {
         let newest = held.newest;
         held.bits &= !bits;
         held.returning &= !bits;
-        self.tidy(ino);
+        match bits {
+            u8::MAX => drop(self.held.remove(&ino)),
+            _ => self.tidy(ino),
+        }
         newest
     }
 
@@ -221,7 +227,8 @@ impl Leases {
         self.recalls.forget_numbers();
         self.unheard.clear();
         self.leaving.clear();
-        self.held.drain().map(|(ino, held)| (ino, held.bits | held.returning, held.writing)).collect()
+        let held = self.held.drain().map(|(ino, held)| (ino, held.bits | held.returning, held.writing));
+        held.filter(|(_, bits, _)| *bits != 0).collect()
     }
 
     /// The new leader's epoch: what it granted under another one is void.
@@ -250,13 +257,10 @@ impl Leases {
     }
 
     fn tidy(&mut self, ino: Ino) {
-        if let Some(held) = self.held.get_mut(&ino) {
-            if (held.bits | held.returning) & WRITING == 0 {
-                held.writing = 0;
-            }
-            if held.bits | held.returning == 0 {
-                self.held.remove(&ino);
-            }
+        if let Some(held) = self.held.get_mut(&ino)
+            && (held.bits | held.returning) & WRITING == 0
+        {
+            held.writing = 0;
         }
     }
 }
@@ -484,6 +488,19 @@ mod tests {
         assert!(leases.holds(INO, lease::WRITE, now).is_some());
         leases.recall(6, INO, lease::WRITE, 6);
         assert_eq!(leases.holds(INO, lease::READ, now), None);
+    }
+
+    #[test]
+    fn what_is_forgotten_carries_the_newest_answer_heard_whatever_it_granted() {
+        let now = Instant::now();
+        let mut leases = leases(now);
+        leases.grant(1, &[grant(INO, lease::ATTR, 5)]);
+        leases.recall(1, INO, lease::ATTR, 5);
+        leases.grant(1, &[grant(INO, 0, 6)]);
+        leases.heard(1);
+        assert_eq!(leases.holds(INO, lease::ATTR, now), None);
+        assert_eq!(leases.give_back(INO, u8::MAX), 6);
+        assert!(leases.held.is_empty());
     }
 
     #[test]

@@ -637,7 +637,7 @@ fn decide(
         Op::Xattrs { ino } => namespace::xattrs(view, *ino),
         Op::SetXattr { ino, name, value, flags } => namespace::set_xattr(view, *ino, name, value, *flags),
         Op::RemoveXattr { ino, name } => namespace::remove_xattr(view, *ino, name),
-        Op::OpenData { ino, .. } => namespace::open_data(view, *ino),
+        Op::OpenData { ino, .. } => namespace::open_data(view, ctx.session, *ino),
         Op::Extents { ino, from, to } => namespace::extents(view, *ino, *from, *to),
         Op::Commit(commit) => namespace::commit(view, ctx, commit),
         Op::CopyRange { from, from_offset, to, to_offset, len, mtime, .. } => {

@@ -3,7 +3,7 @@
 use torchfs_meta::Config;
 use torchfs_proto::attr::Kind;
 use torchfs_proto::extent::{RangeOp, Source};
-use torchfs_proto::msg::meta::{Done, Event, Make, Op};
+use torchfs_proto::msg::meta::{Done, Event, Make, Op, Reply};
 use torchfs_proto::{Code, Ino, VolumeId, key};
 
 use crate::content::{block, commit, nth, within};
@@ -36,6 +36,41 @@ fn an_unlinked_file_lives_until_every_session_has_released_it() {
     assert_eq!(inodes(&world), 1);
     assert_eq!(b.refused(&world, Op::GetAttr { ino: f }), Code::Stale);
     assert_eq!(world.problems(), Vec::<String>::new());
+}
+
+#[test]
+fn who_forgets_a_file_and_looks_it_up_again_while_it_is_removed_keeps_it() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    let f = a.file(&world, "f");
+    let number = |reply: Reply| reply.grants.iter().find(|grant| grant.ino == f).expect("a number").number;
+    let lookup = || Op::Lookup { parent: Ino::ROOT, name: raw("f") };
+    let first = number(b.reply(&world, lookup()));
+    let mut going = a.start(&world, Op::Unlink { parent: Ino::ROOT, name: raw("f"), idle: Some(f) });
+    assert!(!going.is_ready(), "b's leases are in the way");
+    // The answer can grant nothing now; still it is newer than what b says of the one before.
+    assert!(number(b.reply(&world, lookup())) > first);
+    b.call(&world, Op::Forget { leases: vec![(f, u8::MAX, first)] }).unwrap();
+    b.obey(&world, false);
+    let Done::Removed { attr, .. } = going.ready().result.unwrap() else { panic!() };
+    assert_eq!(attr.nlink, 0);
+    assert_eq!(b.events(&world, 0).pop().unwrap().1, Event::Orphaned { ino: f });
+    b.call(&world, Op::OpenData { ino: f, write: false }).unwrap();
+    b.call(&world, Op::Release { inos: vec![f] }).unwrap();
+    assert_eq!(inodes(&world), 1);
+    assert_eq!(world.problems(), Vec::<String>::new());
+}
+
+#[test]
+fn a_file_without_a_name_is_opened_only_by_who_holds_it() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    let f = a.file(&world, "f");
+    a.unlink(&world, Ino::ROOT, "f").unwrap();
+    a.call(&world, Op::OpenData { ino: f, write: false }).unwrap();
+    assert_eq!(b.refused(&world, Op::OpenData { ino: f, write: false }), Code::Stale);
+    a.call(&world, Op::Release { inos: vec![f] }).unwrap();
+    assert_eq!(inodes(&world), 1);
 }
 
 #[test]

@@ -102,6 +102,29 @@ fn grace_ends_with_the_lease_term_when_a_session_is_silent() {
 }
 
 #[test]
+fn what_is_asked_for_again_is_held_though_it_was_given_back_before() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    let f = a.file(&world, "f");
+    a.open_write(&world, f);
+    let mut opening = b.start(&world, Op::OpenData { ino: f, write: true });
+    assert!(!opening.is_ready());
+    a.obey(&world, true);
+    let reply = opening.settle(&world);
+    let before = reply.grants.iter().find(|grant| grant.bits == lease::SHARED).expect("shared").number;
+    // It gives the lease back and asks again, and the second word is heard first.
+    let number = b.open_write(&world, f);
+    b.call(&world, Op::Forget { leases: vec![(f, lease::SHARED, before)] }).unwrap();
+    let write = |size| vec![RangeOp::Extend { size }];
+    let mut writing = b.start(&world, commit(f, number, vec![], write(5)));
+    assert!(!writing.is_ready(), "a has the attributes");
+    a.obey(&world, true);
+    writing.settle(&world).result.expect("the newer grant holds");
+    // A commit under the older grant that was on its way is good, too.
+    b.call(&world, commit(f, before, vec![], write(6))).expect("nobody else came in between");
+}
+
+#[test]
 fn ids_are_never_given_twice() {
     let mut world = World::new();
     let mut seen = std::collections::BTreeSet::new();

@@ -110,7 +110,7 @@ pub struct Grant {
     /// On what.
     #[n(0)]
     pub ino: Ino,
-    /// Bits of [`lease`]; they add to those held.
+    /// Bits of [`lease`]; they add to those held. None if the inode is merely known to the session now.
     #[n(1)]
     pub bits: u8,
     /// From one rising counter of the service.
