@@ -103,7 +103,7 @@ struct Inner {
     budget: Arc<Budget>,
     puts: Slots,
     prefetches: Slots,
-    /// Inodes that another machine took the last name from, and until when they stay for who has just found them.
+    /// Inodes without a name that nobody has open, and until when they stay for who has just found them.
     departing: Mutex<VecDeque<(Instant, Arc<Inode>)>>,
     /// Given with each tick.
     tick: Signal,

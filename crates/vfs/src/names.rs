@@ -38,24 +38,33 @@ impl Vfs {
         }
         ::metrics::counter!(metrics::LOOKUP_MISSES).increment(1);
         let folder = self.node(parent);
-        let changes = folder.lock().changes;
-        let asked = self.asked();
-        let done = self.0.meta.ask(Op::Lookup { parent, name: name.to_vec().into() }).await?;
-        let Done::Entry(entry) = done else { return Err(unexpected("lookup", &done)) };
+        loop {
+            let changes = folder.lock().changes;
+            let (asked, forgotten) = (self.asked(), self.0.meta.forgotten());
+            let done = self.0.meta.ask(Op::Lookup { parent, name: name.to_vec().into() }).await?;
+            let Done::Entry(entry) = done else { return Err(unexpected("lookup", &done)) };
 
-        let ino = entry.as_ref().map(|attr| attr.ino);
-        let entry_ttl = {
-            let mut state = folder.lock();
-            let kept = self.is_current(asked) && state.changes == changes && name != b".." && name != b".";
-            if kept { self.keep_name(&mut state, parent, name, ino) } else { Duration::ZERO }
-        };
-        self.bound_entries();
-        let Some(attr) = entry else { return Ok(Found { node: None, entry_ttl }) };
-        let child = self.node(attr.ino);
-        let answer = self.learned(&child, attr, asked);
-        self.before_told(&child, &answer).await;
-        child.lock().refs += 1;
-        Ok(Found { node: Some(answer), entry_ttl })
+            // From here on the child is not forgotten.
+            let child = entry.map(|attr| (self.node(attr.ino), attr));
+            if let Some((child, _)) = &child
+                && self.0.meta.forgot_since(child.ino, forgotten)
+            {
+                continue;
+            }
+            let entry_ttl = {
+                let mut state = folder.lock();
+                let kept =
+                    self.is_current(asked) && state.changes == changes && name != b".." && name != b".";
+                let ino = child.as_ref().map(|(child, _)| child.ino);
+                if kept { self.keep_name(&mut state, parent, name, ino) } else { Duration::ZERO }
+            };
+            self.bound_entries();
+            let Some((child, attr)) = child else { return Ok(Found { node: None, entry_ttl }) };
+            let answer = self.learned(&child, attr, asked);
+            self.before_told(&child, &answer).await;
+            child.lock().refs += 1;
+            return Ok(Found { node: Some(answer), entry_ttl });
+        }
     }
 
     /// How long the kernel may keep an entry that was just made; zero if no lease covers it.
@@ -430,7 +439,6 @@ impl Vfs {
             {
                 let mut state = node.lock();
                 state.changed_at(mark);
-                state.removed_here = !named;
                 if created {
                     match make.kind {
                         Kind::Dir
@@ -586,12 +594,9 @@ impl Vfs {
     fn lost_name(&self, attr: Attr, held: bool, mark: Mark) {
         let ino = attr.ino;
         let last = attr.nlink == 0;
-        let Some(node) = self.find_node(ino) else {
-            if last && held {
-                self.0.meta.release(ino);
-            }
-            return;
-        };
+        // The answer to a lookup of it may still be on its way here.
+        let node = if last && held { Some(self.node(ino)) } else { self.find_node(ino) };
+        let Some(node) = node else { return };
         let asked = self.asked();
         self.learned(&node, attr, asked);
         let open = {
@@ -599,17 +604,14 @@ impl Vfs {
             state.changed_at(mark);
             if last {
                 state.orphan = true;
-                state.removed_here = true;
                 state.gone = !held;
             }
             state.handles > 0
         };
-        if last && !open {
+        if last && held && !open {
+            self.linger(node);
+        } else if last && !held {
             self.discard(&node);
-            node.lock().gone = true;
-            if held {
-                self.0.meta.release(ino);
-            }
         }
     }
 }

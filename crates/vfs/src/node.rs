@@ -66,8 +66,6 @@ pub(crate) struct State {
     pub(crate) leaving: u32,
     /// No name is left: to be released after the last close.
     pub(crate) orphan: bool,
-    /// It never had a name, or the last one was taken off here, where the kernel knows of it: nobody is about to open it.
-    pub(crate) removed_here: bool,
     /// Without a name, it is kept until then for who is about to open it.
     pub(crate) lingers: Option<Instant>,
     /// The service removed it.
@@ -163,7 +161,6 @@ impl Inode {
                 busy: 0,
                 overlap: false,
                 leaving: 0,
-                removed_here: false,
                 lingers: None,
                 gone: false,
                 changing: false,
@@ -545,7 +542,7 @@ impl Vfs {
         }
         self.drop_names(&mut node.lock());
         nodes.remove(&ino);
-        drop(nodes);
+        // Under the lock: who makes a new node of it knows that the old one was forgotten.
         self.0.meta.forget(ino);
         true
     }

@@ -250,19 +250,17 @@ impl Vfs {
 
     /// A handle is gone; with the last one of an inode without a name, the inode goes too.
     pub(crate) fn closed(&self, node: &Arc<Inode>, wrote: bool) {
-        let (last, orphan, removed_here) = {
+        let (last, orphan) = {
             let mut state = node.lock();
             state.handles = state.handles.saturating_sub(1);
             state.writers = state.writers.saturating_sub(u32::from(wrote));
-            (state.handles == 0, state.orphan, state.removed_here)
+            (state.handles == 0, state.orphan)
         };
         if !last {
             return;
         }
-        if orphan && removed_here {
-            self.let_go(node);
-        } else if orphan {
-            // The close is not waited for, so who opened it may have looked its name up again before that went.
+        if orphan {
+            // The close is not waited for, so its name may have been looked up again before that went.
             self.linger(node.clone());
         } else if self.0.meta.holds(node.ino, lease::SHARED).is_some() {
             // Others may buffer again.

@@ -18,7 +18,7 @@ use torchfs_proto::msg::meta::lease;
 use crate::node::Inode;
 use crate::{Inner, Vfs, commit, metrics};
 
-/// How long what another machine removed stays to be opened by who has just found it.
+/// How long what lost its last name stays to be opened by who has just found it.
 const LINGER: Duration = Duration::from_secs(1);
 
 impl Keeper for Inner {
@@ -41,7 +41,6 @@ impl Keeper for Inner {
         {
             let mut state = node.lock();
             state.orphan = true;
-            state.removed_here = false;
             state.doubt_attr();
         }
         vfs.linger(node);
@@ -95,7 +94,7 @@ impl Keeper for Inner {
 }
 
 impl Vfs {
-    /// Keeps an inode that lost its last name elsewhere for who is about to open it, until the time is up.
+    /// Keeps an inode without a name for who is about to open it, until the time is up.
     pub(crate) fn linger(&self, node: Arc<Inode>) {
         let due = Instant::now() + LINGER;
         node.lock().lingers = Some(due);
@@ -116,7 +115,7 @@ impl Vfs {
     }
 
     /// Gives up an inode without a name, unless somebody has it open by now; then its last handle does so.
-    pub(crate) fn let_go(&self, node: &Arc<Inode>) {
+    fn let_go(&self, node: &Arc<Inode>) {
         {
             let mut state = node.lock();
             if state.handles > 0 || state.gone {

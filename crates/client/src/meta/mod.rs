@@ -164,6 +164,17 @@ impl Meta {
         self.shared.give_back(ino, u8::MAX);
     }
 
+    /// How many inodes were forgotten until now, for [`Meta::forgot_since`].
+    pub fn forgotten(&self) -> u64 {
+        self.shared.state.lock().leases.forgotten()
+    }
+
+    /// Whether the inode, or one that looks like it, was forgotten after so many. Then what the service answered meanwhile does not
+    /// mean that it counts this session among those that know the inode, and it has to be asked again.
+    pub fn forgot_since(&self, ino: Ino, forgotten: u64) -> bool {
+        self.shared.state.lock().leases.forgot_since(ino, forgotten)
+    }
+
     /// Gives leases back, in the background; they are not held from now on.
     pub fn give_back(&self, ino: Ino, bits: u8) {
         self.shared.give_back(ino, bits);

@@ -3,6 +3,7 @@
 
 mod content;
 mod names;
+mod overtaken;
 mod policy;
 mod two;
 mod world;

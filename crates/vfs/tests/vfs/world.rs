@@ -54,6 +54,15 @@ impl Rng {
         from..(from + 1 + self.below(most)).min(size)
     }
 
+    /// Mostly none, sometimes long enough to be overtaken by many.
+    fn delay(&mut self) -> Duration {
+        match self.below(8) {
+            0 => Duration::from_micros(self.below(20_000)),
+            1..4 => Duration::from_micros(self.below(2_000)),
+            _ => Duration::ZERO,
+        }
+    }
+
     pub fn bytes(&mut self, len: u64) -> Bytes {
         let first = self.below(256);
         (0..len).map(|i| (first + i * 7) as u8).collect::<Vec<_>>().into()
@@ -90,6 +99,8 @@ pub struct World {
     /// The service answers questions for extended attributes, and its answers stay on the way while this is set; how many do.
     pub late_xattrs: AtomicBool,
     pub xattrs_late: AtomicU64,
+    /// Requests to the service and its answers overtake one another.
+    pub overtaking: Mutex<Option<Rng>>,
     servers: HashMap<String, Arc<Server>>,
     _background: Background,
 }
@@ -125,6 +136,7 @@ impl World {
             commits: Arc::default(),
             late_xattrs: AtomicBool::default(),
             xattrs_late: AtomicU64::default(),
+            overtaking: Mutex::default(),
             servers,
             _background: background,
         })
@@ -250,7 +262,23 @@ impl Connector for Within {
 struct Counted(Arc<World>);
 
 impl Service for Counted {
-    fn call(self: Arc<Self>, peer: Peer, mut request: Request) -> Answering {
+    fn call(self: Arc<Self>, peer: Peer, request: Request) -> Answering {
+        let delay = || self.0.overtaking.lock().as_mut().map_or(Duration::ZERO, Rng::delay);
+        let (before, after) = (delay(), delay());
+        if before.is_zero() && after.is_zero() {
+            return self.answer(peer, request);
+        }
+        Box::pin(async move {
+            tokio::time::sleep(before).await;
+            let answer = self.answer(peer, request).await;
+            tokio::time::sleep(after).await;
+            answer
+        })
+    }
+}
+
+impl Counted {
+    fn answer(self: Arc<Self>, peer: Peer, mut request: Request) -> Answering {
         let one_less = |left: u64| left.checked_sub(1);
         if let Ok(mut asked) = msg::decode::<meta::Request>(&request.body)
             && let meta::Op::Commit(commit) = &mut asked.op
