@@ -205,18 +205,18 @@ impl Leases {
         bits: u8,
         now: Instant,
         ticket: Option<u64>,
-    ) -> Option<Grant> {
+    ) -> Grant {
         if !self.know(session, node, false) {
-            return None;
+            return Grant { ino: node.1, bits: 0, number: 0 };
         }
         match bits & self.grantable(session, node, now, ticket) {
-            0 => Some(self.say_again(session, node, 0)),
+            0 => self.say_again(session, node, 0),
             bits => {
                 let grant = self.give(session, node, bits);
                 if bits & lease::WRITE != 0 {
                     self.mark_writing(session, node);
                 }
-                Some(grant)
+                grant
             }
         }
     }

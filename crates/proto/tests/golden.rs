@@ -109,7 +109,15 @@ fn request(op: meta::Op) -> meta::Request {
 
 fn reply(result: Result<meta::Done>) -> meta::Reply {
     let grants = vec![meta::Grant { ino: Ino(7), bits: meta::lease::ATTR | meta::lease::READ, number: 99 }];
-    meta::Reply { fence: Fence(6), ordered: Seq(1000), durable: Seq(998), lease_epoch: 2, grants, result }
+    meta::Reply {
+        fence: Fence(6),
+        ordered: Seq(1000),
+        durable: Seq(998),
+        lease_epoch: 2,
+        grants,
+        result,
+        bare: None,
+    }
 }
 
 fn requests(golden: &mut Golden) {

@@ -35,7 +35,7 @@ impl Vfs {
         let done = self.0.meta.ask(Op::GetAttr { ino }).await?;
         let Done::Attr(attr) = done else { return Err(unexpected("getattr", &done)) };
         let mut state = node.lock();
-        let current = self.is_current(asked) && state.changes == changes;
+        let current = self.is_current(asked, ino) && state.changes == changes;
         state.learn(&self.0.meta, attr.clone(), current);
         Ok(self.answer(&state, attr))
     }
@@ -78,7 +78,8 @@ impl Vfs {
                 state.xattrs.take()
             };
             if let Some(size) = set.size {
-                let protected = vfs.is_current(asked) && vfs.holds_any(ino, &[lease::WRITE, lease::READ]);
+                let protected =
+                    vfs.is_current(asked, ino) && vfs.holds_any(ino, &[lease::WRITE, lease::READ]);
                 let epoch = meta.lease_epoch();
                 let file = state.file();
                 file.applied(
@@ -89,7 +90,7 @@ impl Vfs {
                     vfs.0.config.extents_max,
                 );
             }
-            state.learn(meta, attr.clone(), vfs.is_current(asked));
+            state.learn(meta, attr.clone(), vfs.is_current(asked, ino));
             Ok(vfs.answer(&state, attr))
         })
         .await
@@ -110,7 +111,7 @@ impl Vfs {
         let done = self.0.meta.ask(Op::ReadLink { ino }).await?;
         let Done::Target(target) = done else { return Err(unexpected("readlink", &done)) };
         let target = Bytes::from(Vec::from(target));
-        if self.is_current(asked) {
+        if self.is_current(asked, ino) {
             node.lock().target = Some(target.clone());
         }
         Ok(target)

@@ -360,7 +360,7 @@ impl Vfs {
 
     /// Takes in what a commit did.
     pub(crate) fn committed(&self, node: &Inode, asked: Asked, ranges: &[RangeOp], attr: Attr, mark: Mark) {
-        let current = self.is_current(asked);
+        let current = self.is_current(asked, node.ino);
         let protected = current && self.0.meta.holds(node.ino, lease::WRITE).is_some();
         let epoch = self.0.meta.lease_epoch();
         let mut state = node.lock();

@@ -176,7 +176,7 @@ impl Vfs {
         // An entry is kept if nothing can have changed since this page was asked for; the whole, since the first page.
         let kept = self.keep_page(node, &entries, asked, changes);
         let whole = before
-            .filter(|whole| kept.is_some() && self.is_current(whole.asked) && whole.changes == changes)
+            .filter(|whole| kept.is_some() && self.is_current(whole.asked, ino) && whole.changes == changes)
             .map(|whole| Whole { listed: whole.listed + entries.len(), ..whole });
         if let Some(whole) = whole.filter(|_| end)
             && let Some((names, _)) = node.lock().find_names(&self.0.meta, ino)
@@ -185,9 +185,9 @@ impl Vfs {
             names.complete |= names.map.values().flatten().count() == whole.listed;
         }
         self.bound_entries();
-        let current = self.is_current(asked);
         let learn = |attr: &Attr| {
             let child = self.node(attr.ino);
+            let current = self.is_current(asked, attr.ino);
             child.lock().learn(&self.0.meta, attr.clone(), current);
             child
         };
@@ -225,7 +225,7 @@ impl Vfs {
     /// Notes the entries of a page in the folder.
     fn keep_page(&self, node: &Inode, entries: &[DirEntry], asked: Asked, changes: u64) -> Option<Kept> {
         let mut state = node.lock();
-        if !self.is_current(asked) || state.changes != changes || state.busy > 0 {
+        if !self.is_current(asked, node.ino) || state.changes != changes || state.busy > 0 {
             return None;
         }
         self.leased_names(&mut state, node.ino)?;

@@ -40,21 +40,23 @@ impl Vfs {
         let folder = self.node(parent);
         loop {
             let changes = folder.lock().changes;
-            let (asked, forgotten) = (self.asked(), self.0.meta.forgotten());
+            let asked = self.asked();
             let done = self.0.meta.ask(Op::Lookup { parent, name: name.to_vec().into() }).await?;
             let Done::Entry(entry) = done else { return Err(unexpected("lookup", &done)) };
 
             // From here on the child is not forgotten.
             let child = entry.map(|attr| (self.node(attr.ino), attr));
             if let Some((child, _)) = &child
-                && self.0.meta.forgot_since(child.ino, forgotten)
+                && self.was_forgotten(asked, child.ino)
             {
                 continue;
             }
             let entry_ttl = {
                 let mut state = folder.lock();
-                let kept =
-                    self.is_current(asked) && state.changes == changes && name != b".." && name != b".";
+                let kept = self.is_current(asked, parent)
+                    && state.changes == changes
+                    && name != b".."
+                    && name != b".";
                 let ino = child.as_ref().map(|(child, _)| child.ino);
                 if kept { self.keep_name(&mut state, parent, name, ino) } else { Duration::ZERO }
             };
@@ -173,7 +175,7 @@ impl Vfs {
                 return Err(unexpected("unlink", &done));
             };
             vfs.end(&folder, asked, mark, &[(name, None)], removed(&attr, 0));
-            vfs.lost_name(attr, held, mark);
+            vfs.lost_name(attr, held, asked, mark);
             Ok(())
         })
         .await
@@ -194,7 +196,7 @@ impl Vfs {
                 return Err(unexpected("rmdir", &done));
             };
             vfs.end(&folder, asked, mark, &[(name, None)], removed(&attr, -1));
-            vfs.lost_name(attr, held, mark);
+            vfs.lost_name(attr, held, asked, mark);
             Ok(())
         })
         .await
@@ -270,7 +272,7 @@ impl Vfs {
                 node.lock().changed_at(mark);
             }
             match other {
-                Some(other) if !exchanged => vfs.lost_name(other, held, mark),
+                Some(other) if !exchanged => vfs.lost_name(other, held, asked, mark),
                 Some(other) => {
                     if let Some(node) = vfs.find_node(other.ino) {
                         vfs.learned(&node, other, asked);
@@ -442,13 +444,14 @@ impl Vfs {
                 if created {
                     match make.kind {
                         Kind::Dir
-                            if vfs.is_current(asked) && meta.holds(attr.ino, lease::NAMES).is_some() =>
+                            if vfs.is_current(asked, attr.ino)
+                                && meta.holds(attr.ino, lease::NAMES).is_some() =>
                         {
                             vfs.drop_names(&mut state);
                             vfs.new_names(&mut state, attr.ino, true);
                         }
                         Kind::Symlink => state.target = Some(Bytes::copy_from_slice(&make.target)),
-                        Kind::File if vfs.is_current(asked) => {
+                        Kind::File if vfs.is_current(asked, attr.ino) => {
                             let file = state.file();
                             file.learn_version(attr.data_version, epoch);
                             file.extents.install(0..u64::MAX, &[]);
@@ -481,7 +484,7 @@ impl Vfs {
     ) {
         {
             let mut state = folder.lock();
-            let known = self.is_current(asked) && !state.overlap;
+            let known = self.is_current(asked, folder.ino) && !state.overlap;
             self.ended(&mut state, mark);
             for (name, ino) in names {
                 if known {
@@ -511,7 +514,7 @@ impl Vfs {
         let mut safe = true;
         {
             let mut state = folder.lock();
-            let known = self.is_current(asked) && !state.overlap;
+            let known = self.is_current(asked, folder.ino) && !state.overlap;
             self.ended(&mut state, mark);
             let knows = |state: &State, name: &[u8]| {
                 state.names.as_ref().is_some_and(|names| names.may_be_told(name))
@@ -591,13 +594,12 @@ impl Vfs {
     }
 
     /// An inode lost a name, maybe its last.
-    fn lost_name(&self, attr: Attr, held: bool, mark: Mark) {
+    fn lost_name(&self, attr: Attr, held: bool, asked: Asked, mark: Mark) {
         let ino = attr.ino;
         let last = attr.nlink == 0;
         // The answer to a lookup of it may still be on its way here.
         let node = if last && held { Some(self.node(ino)) } else { self.find_node(ino) };
         let Some(node) = node else { return };
-        let asked = self.asked();
         self.learned(&node, attr, asked);
         let open = {
             let mut state = node.lock();

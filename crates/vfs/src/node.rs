@@ -21,7 +21,7 @@ use bytes::Bytes;
 use foldhash::{HashMap, HashMapExt, HashSet, HashSetExt};
 use futures_util::future::{Either, select};
 use parking_lot::{Mutex, MutexGuard};
-use torchfs_client::{Mark, Meta};
+use torchfs_client::{Mark, Meta, Moment};
 use torchfs_proto::attr::{Attr, Raw, Time};
 use torchfs_proto::extent::{INLINE_MAX, RangeOp};
 use torchfs_proto::msg::meta::lease;
@@ -80,9 +80,12 @@ pub(crate) struct State {
     pub(crate) locks: Locks,
 }
 
-/// The number of recalls when something was asked.
+/// The number of recalls when something was asked, and what else may overtake the answer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Asked(u64);
+pub(crate) struct Asked {
+    recalls: u64,
+    moment: Moment,
+}
 
 /// Entries of a folder, under a lease on its names.
 pub(crate) struct Names {
@@ -432,18 +435,24 @@ impl Vfs {
 
     /// To be noted before something is asked whose answer will be kept.
     pub(crate) fn asked(&self) -> Asked {
-        Asked(self.0.recalls.load(Ordering::Acquire))
+        Asked { recalls: self.0.recalls.load(Ordering::Acquire), moment: self.0.meta.now() }
     }
 
-    /// Whether no recall came since.
-    pub(crate) fn is_current(&self, asked: Asked) -> bool {
-        self.asked() == asked
+    /// Whether no recall came since, and no answer about the inode that came without a lease: it may be out of date although one
+    /// is held by now.
+    pub(crate) fn is_current(&self, asked: Asked, ino: Ino) -> bool {
+        self.0.recalls.load(Ordering::Acquire) == asked.recalls && !self.0.meta.bare_since(ino, asked.moment)
+    }
+
+    /// Whether the inode was forgotten since, so that the service may not know that it is known here.
+    pub(crate) fn was_forgotten(&self, asked: Asked, ino: Ino) -> bool {
+        self.0.meta.forgot_since(ino, asked.moment)
     }
 
     /// Takes in attributes and answers with them.
     pub(crate) fn learned(&self, node: &Inode, attr: Attr, asked: Asked) -> Node {
         let mut state = node.lock();
-        state.learn(&self.0.meta, attr.clone(), self.is_current(asked));
+        state.learn(&self.0.meta, attr.clone(), self.is_current(asked, node.ino));
         self.answer(&state, attr)
     }
 

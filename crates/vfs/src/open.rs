@@ -239,7 +239,7 @@ impl Vfs {
         let done = self.0.meta.ask(Op::OpenData { ino: node.ino, write }).await?;
         let Done::Opened(attr) = done else { return Err(unexpected("open", &done)) };
         let mut state = node.lock();
-        let current = self.is_current(asked);
+        let current = self.is_current(asked, node.ino);
         if current {
             let epoch = self.0.meta.lease_epoch();
             state.file().learn_version(attr.data_version, epoch);

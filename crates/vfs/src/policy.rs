@@ -95,7 +95,7 @@ impl Vfs {
                 let mut state = node.lock();
                 state.changed_at(seq);
                 match done {
-                    Done::Attr(attr) => state.learn(&vfs.0.meta, attr, vfs.is_current(asked)),
+                    Done::Attr(attr) => state.learn(&vfs.0.meta, attr, vfs.is_current(asked, ino)),
                     _ => state.doubt_attr(),
                 }
             }

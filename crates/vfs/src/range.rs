@@ -201,7 +201,7 @@ impl Vfs {
         state.changed_at(seq);
         // What the range holds now is known to the service only.
         state.file().applied(&[], &attr, epoch, false, self.0.config.extents_max);
-        state.learn(&self.0.meta, attr, self.is_current(asked));
+        state.learn(&self.0.meta, attr, self.is_current(asked, to.ino));
         Ok(copied)
     }
 }

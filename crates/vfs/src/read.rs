@@ -146,7 +146,7 @@ impl Vfs {
         let mut state = node.lock();
         let epoch = self.0.meta.lease_epoch();
         let file = state.file();
-        if !self.is_current(asked) || page.version < file.version {
+        if !self.is_current(asked, node.ino) || page.version < file.version {
             return Ok(());
         }
         file.learn_version(page.version, epoch);

@@ -88,7 +88,8 @@ impl Vfs {
         let all = Arc::new(all);
         let mut state = node.lock();
         // A change of our own that was answered meanwhile may be newer than this.
-        if self.is_current(asked) && state.mark == mark && self.0.meta.holds(ino, lease::ATTR).is_some() {
+        if self.is_current(asked, ino) && state.mark == mark && self.0.meta.holds(ino, lease::ATTR).is_some()
+        {
             state.xattrs = Some(all.clone());
         }
         Ok(all)
@@ -104,7 +105,7 @@ impl Vfs {
             let Changed { done, seq } = changed?;
             state.changed_at(seq);
             match done {
-                Done::Attr(attr) => state.learn(&vfs.0.meta, attr, vfs.is_current(asked)),
+                Done::Attr(attr) => state.learn(&vfs.0.meta, attr, vfs.is_current(asked, ino)),
                 _ => state.doubt_attr(),
             }
             Ok(())

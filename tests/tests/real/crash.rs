@@ -39,7 +39,7 @@ fn kills_of_the_metadata_service_lose_nothing_a_living_client_was_told() {
     let mut cluster = Cluster::start();
     let mount = cluster.mount();
     let mut ledgers = promises::ledgers(WRITERS, rng.next());
-    for _ in 0..count(14, 150) {
+    for _ in 0..count(14, 100) {
         let writers = Writers::start(mount.path(), ledgers);
         let_work(&writers, &mut rng);
         cluster.meta.kill();
@@ -58,7 +58,7 @@ fn kills_of_data_servers_lose_nothing_a_living_client_was_told() {
     let mut cluster = Cluster::start();
     let mount = cluster.mount();
     let mut ledgers = promises::ledgers(WRITERS, rng.next());
-    for _ in 0..count(14, 150) {
+    for _ in 0..count(14, 100) {
         let writers = Writers::start(mount.path(), ledgers);
         let_work(&writers, &mut rng);
         let n = rng.below(cluster.data.len() as u64) as usize;
@@ -83,7 +83,7 @@ fn kills_of_the_agent_keep_what_was_synced_or_closed() {
     });
     let mut ledgers = promises::ledgers(WRITERS, rng.next());
     let mut mount = cluster.mount();
-    for _ in 0..count(14, 150) {
+    for _ in 0..count(14, 100) {
         let writers = Writers::start(mount.path(), ledgers);
         let_work(&writers, &mut rng);
         writers.announce();
@@ -105,7 +105,7 @@ fn kills_of_everything_at_once_keep_what_was_synced_or_closed() {
     });
     let mut ledgers = promises::ledgers(WRITERS, rng.next());
     let mut mount = cluster.mount();
-    for _ in 0..count(14, 150) {
+    for _ in 0..count(14, 100) {
         let writers = Writers::start(mount.path(), ledgers);
         let_work(&writers, &mut rng);
         writers.announce();
@@ -193,7 +193,7 @@ fn power_cuts_of_everything_keep_what_was_synced_or_closed() {
     let mut machines = Machines::new();
     let mut ledgers = promises::ledgers(WRITERS, rng.next());
     let mut mount = machines.cluster.mount();
-    for _ in 0..count(12, 150) {
+    for _ in 0..count(12, 100) {
         let writers = Writers::start(mount.path(), ledgers);
         let_work(&writers, &mut rng);
         writers.announce();
@@ -213,7 +213,7 @@ fn power_cuts_of_one_server_lose_nothing_a_living_client_was_told() {
     let mut machines = Machines::new();
     let mut ledgers = promises::ledgers(WRITERS, rng.next());
     let mount = machines.cluster.mount();
-    for round in 0..count(10, 150) {
+    for round in 0..count(10, 100) {
         let writers = Writers::start(mount.path(), ledgers);
         let_work(&writers, &mut rng);
         if round % 2 == 0 {

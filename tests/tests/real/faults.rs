@@ -34,28 +34,28 @@ fn storm(number: u64, climate: Climate, faults: u64) {
 
 #[test]
 fn storms_over_two_copies_lose_nothing_and_show_nothing_wrong() {
-    storm(80, COPIES, count(36, 1500));
+    storm(80, COPIES, count(36, 600));
 }
 
 #[test]
 fn storms_over_coded_blocks_lose_nothing_and_show_nothing_wrong() {
-    storm(82, CODED, count(30, 1500));
+    storm(82, CODED, count(30, 600));
 }
 
 #[test]
 fn storms_while_groups_of_copies_move_lose_nothing() {
-    storm(83, Climate { servers: 4, moves: true, ..COPIES }, count(24, 1000));
+    storm(83, Climate { servers: 4, moves: true, ..COPIES }, count(24, 500));
 }
 
 #[test]
 fn storms_while_groups_of_coded_blocks_move_lose_nothing() {
-    storm(84, Climate { servers: 5, moves: true, ..CODED }, count(18, 1000));
+    storm(84, Climate { servers: 5, moves: true, ..CODED }, count(18, 400));
 }
 
 #[test]
 fn storms_that_strike_two_servers_of_a_wide_code_lose_nothing() {
     let wide = Climate { servers: 8, redundancy: "ec:4+2", width: 6, tolerated: 2, ..COPIES };
-    storm(85, wide, count(12, 1000));
+    storm(85, wide, count(12, 300));
 }
 
 /// Found in the first minute of the first storm, and it needed no storm: zeros at the end of a log that another mount had
@@ -63,7 +63,7 @@ fn storms_that_strike_two_servers_of_a_wide_code_lose_nothing() {
 #[test]
 fn readers_elsewhere_see_every_closed_byte_of_a_growing_log() {
     let mut storm = Storm::new(seed(81), Climate { tolerated: 0, data: &[], ..COPIES });
-    for _ in 0..count(3, 300) {
+    for _ in 0..count(3, 100) {
         storm.calm();
     }
 }

@@ -135,7 +135,7 @@ fn fsx_finds_nothing() {
 fn two_fsx_at_once_on_two_mounts_find_nothing() {
     let cluster = Cluster::start();
     let mounts = [cluster.mount(), cluster.mount()];
-    let operations = count(5_000, 200_000);
+    let operations = count(5_000, 100_000);
     let base = seed(11);
     std::thread::scope(|scope| {
         for (number, mount) in mounts.iter().enumerate() {
@@ -157,7 +157,7 @@ fn two_fsx_at_once_on_two_mounts_find_nothing() {
 fn random_operations_agree_with_the_model_on_one_mount() {
     let ground = Ground::new();
     let base = seed(12);
-    for round in 0..count(8, 500) {
+    for round in 0..count(8, 200) {
         model::check(&[ground.root().to_owned()], base + round, 300);
     }
 }
@@ -167,7 +167,7 @@ fn random_operations_agree_with_the_model_on_two_mounts() {
     let cluster = Cluster::start();
     let (one, two) = (cluster.mount(), cluster.mount());
     let base = seed(13);
-    for round in 0..count(8, 500) {
+    for round in 0..count(8, 200) {
         model::check(&[one.path().to_owned(), two.path().to_owned()], base + round, 200);
     }
 }

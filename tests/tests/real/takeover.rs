@@ -109,7 +109,7 @@ fn kills_of_the_leader_lose_nothing_and_the_standby_serves() {
     let mount = shared.cluster.mount();
     let mut ledgers = promises::ledgers(WRITERS, rng.next());
     let mut took = vec![];
-    for round in 0..count(10, 100) {
+    for round in 0..count(10, 50) {
         shared.followed();
         let leader = shared.leader();
         let writers = Writers::start(mount.path(), ledgers);
@@ -132,7 +132,7 @@ fn kills_of_the_leader_lose_nothing_and_the_standby_serves() {
 #[test]
 fn no_creation_is_lost_or_done_twice_over_takeovers() {
     // With as many names as `make soak` allows: a takeover does not take longer with more of them.
-    let files = count(3_000, 1_000_000);
+    let files = count(3_000, 200_000);
     let mut shared = Shared::start(1);
     shared.cluster.sandbox().allow(Duration::from_secs(if torchfs_tests::soak() { 7200 } else { 400 }));
     let mounts = [shared.cluster.mount(), shared.cluster.mount()];
@@ -200,7 +200,7 @@ fn a_leader_that_slept_commits_nothing_answers_nothing_stale_and_steps_down() {
     let mount = shared.cluster.mount();
     let addresses = shared.cluster.meta_addresses();
     let mut ledgers = promises::ledgers(WRITERS, rng.next());
-    for round in 0..count(1, 20) {
+    for round in 0..count(1, 10) {
         shared.followed();
         let old = shared.leader();
         let writers = Writers::start(mount.path(), ledgers);
@@ -403,7 +403,7 @@ fn kills_of_everything_but_the_database_keep_what_was_synced_or_closed() {
         Shared::with(Options { session_term_ms: Some(2000), lease_term_ms: Some(500), ..Options::default() });
     let mut ledgers = promises::ledgers(WRITERS, rng.next());
     let mut mount = shared.cluster.mount();
-    for _ in 0..count(4, 100) {
+    for _ in 0..count(4, 50) {
         let writers = Writers::start(mount.path(), ledgers);
         let_work(&writers, rng.range(1, 25));
         writers.announce();
@@ -437,7 +437,7 @@ fn power_cuts_of_everything_and_the_database_keep_what_was_synced_or_closed() {
     let mut cluster = Cluster::inside(&sandbox, on(&database.create("torchfs"), options));
     let mut ledgers = promises::ledgers(WRITERS, rng.next());
     let mut mount = cluster.mount();
-    for _ in 0..count(4, 100) {
+    for _ in 0..count(4, 50) {
         let writers = Writers::start(mount.path(), ledgers);
         let_work(&writers, rng.range(1, 25));
         writers.announce();
@@ -471,7 +471,7 @@ fn pjdfstest_and_fsx_find_nothing_with_the_metadata_in_a_database() {
         true => suites::pjdfstest(sandbox, mount.path(), &[], 383),
         false => suites::pjdfstest(sandbox, mount.path(), &["rename", "unlink", "rmdir", "symlink"], 60),
     }
-    suites::fsx(sandbox, &mount.at("f"), seed(87), count(3_000, 1_000_000));
+    suites::fsx(sandbox, &mount.at("f"), seed(87), count(3_000, 100_000));
     shared.cluster.fsck();
 }
 
@@ -510,7 +510,7 @@ fn the_memory_of_a_metadata_service_stays_within_its_bound_on_both_engines() {
     let small =
         || Options { servers: 0, meta_args: vec!["--memory".into(), "24MiB".into()], ..Options::default() };
     // Ten times what fits: a file takes about 400 bytes and more in memory.
-    let files = count(100_000, 2_000_000);
+    let files = count(100_000, 500_000);
     let shared = Shared::with(small());
     // Beside the bound: the program, its threads' arenas, its sessions; and batches on their way to the database, as text too.
     for (cluster, base) in [(&Cluster::with(small()), 24 << 20), (&shared.cluster, 56 << 20)] {

@@ -24,9 +24,6 @@ const DATA: u8 = lease::READ | lease::WRITE | lease::SHARED;
 /// Bits whose grant number a commit carries.
 const WRITING: u8 = lease::WRITE | lease::SHARED;
 
-/// Places that inodes share by the end of their number, when it comes to which of them were forgotten last.
-const PLACES: usize = 1024;
-
 /// The generation of a request that is out, see the top of the file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Ticket(u64);
@@ -44,9 +41,6 @@ pub(crate) struct Leases {
     unheard: HashMap<u64, (Ino, u64)>,
     /// The same by inode: the newest grant that is taken back, and how many recalls there are.
     leaving: HashMap<Ino, (u64, u32)>,
-    /// How many inodes were given back whole, and which number the last one of each place had.
-    forgotten: u64,
-    forgotten_last: Box<[u64; PLACES]>,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -73,8 +67,6 @@ impl Leases {
             recalls: Recalls { max: remember_max, ..Recalls::default() },
             unheard: HashMap::new(),
             leaving: HashMap::new(),
-            forgotten: 0,
-            forgotten_last: Box::new([0; PLACES]),
         }
     }
 
@@ -132,9 +124,12 @@ impl Leases {
             return;
         }
         for grant in grants {
-            let held = self.held.entry(grant.ino).or_default();
-            held.newest = held.newest.max(grant.number);
-            if self.voiding > 0 {
+            // Number 0: the service knows of too many inodes here to remember this one.
+            if grant.number > 0 {
+                let held = self.held.entry(grant.ino).or_default();
+                held.newest = held.newest.max(grant.number);
+            }
+            if self.voiding > 0 || grant.bits == 0 {
                 continue;
             }
             let leaving = self.leaving.get(&grant.ino).is_some_and(|(upto, _)| grant.number <= *upto);
@@ -202,22 +197,8 @@ impl Leases {
         self.returned(ino, number);
     }
 
-    /// How many inodes were given back whole.
-    pub fn forgotten(&self) -> u64 {
-        self.forgotten
-    }
-
-    /// Whether this inode, or one that shares its place, was given back whole after so many.
-    pub fn forgot_since(&self, ino: Ino, forgotten: u64) -> bool {
-        self.forgotten_last[place(ino)] > forgotten
-    }
-
     /// The session gives bits back; returns the newest grant it knew. 255 gives back all.
     pub fn give_back(&mut self, ino: Ino, bits: u8) -> u64 {
-        if bits == u8::MAX {
-            self.forgotten += 1;
-            self.forgotten_last[place(ino)] = self.forgotten;
-        }
         let Some(held) = self.held.get_mut(&ino) else {
             return 0;
         };
@@ -285,10 +266,6 @@ impl Leases {
             held.writing = 0;
         }
     }
-}
-
-fn place(ino: Ino) -> usize {
-    (ino.0 % PLACES as u64) as usize
 }
 
 /// The recalls that a reply still on its way may not know of.

@@ -9,6 +9,7 @@ mod flight;
 mod ids;
 mod leases;
 mod ledger;
+mod marks;
 mod recover;
 mod session;
 mod sync;
@@ -33,6 +34,13 @@ use session::Shared;
 /// The default is before the first change. Keep the highest of a file or folder and wait for it with [`Meta::durable`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct Mark(pub(crate) u64);
+
+/// When something was asked.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Moment {
+    forgot: u64,
+    bare: u64,
+}
 
 /// What came of a change.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -164,15 +172,20 @@ impl Meta {
         self.shared.give_back(ino, u8::MAX);
     }
 
-    /// How many inodes were forgotten until now, for [`Meta::forgot_since`].
-    pub fn forgotten(&self) -> u64 {
-        self.shared.state.lock().leases.forgotten()
+    /// To be noted before something is asked, for [`Meta::forgot_since`] and [`Meta::bare_since`].
+    pub fn now(&self) -> Moment {
+        Moment { forgot: self.shared.forgot.now(), bare: self.shared.bare.now() }
     }
 
-    /// Whether the inode, or one that looks like it, was forgotten after so many. Then what the service answered meanwhile does not
-    /// mean that it counts this session among those that know the inode, and it has to be asked again.
-    pub fn forgot_since(&self, ino: Ino, forgotten: u64) -> bool {
-        self.shared.state.lock().leases.forgot_since(ino, forgotten)
+    /// Whether the inode was forgotten since. Then an answer about it does not mean that the service counts this session among
+    /// those that know it, and it has to be asked again.
+    pub fn forgot_since(&self, ino: Ino, then: Moment) -> bool {
+        self.shared.forgot.since(ino, then.forgot)
+    }
+
+    /// Whether an answer about the inode was heard since that no lease protects, whatever is held by now.
+    pub fn bare_since(&self, ino: Ino, then: Moment) -> bool {
+        self.shared.bare.since(ino, then.bare)
     }
 
     /// Gives leases back, in the background; they are not held from now on.

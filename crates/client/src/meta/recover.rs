@@ -22,6 +22,7 @@ use super::flight::{Flight, grant_of, rebase};
 use super::ids::Ids;
 use super::leases::Leases;
 use super::ledger::Ledger;
+use super::marks::Marks;
 use super::session::{Envelope, Heard, Phase, Route, Shared, State};
 use super::tasks::Outbox;
 use super::{MetaConfig, unexpected};
@@ -133,6 +134,8 @@ fn started(
         info: RwLock::new(Arc::new(info)),
         space: AtomicU64::new(u64::MAX),
         keeper: RwLock::new(None),
+        forgot: Marks::default(),
+        bare: Marks::default(),
         ids: Ids::default(),
         acks: Notify::new(),
         returns: Notify::new(),

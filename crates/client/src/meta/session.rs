@@ -31,6 +31,7 @@ use torchfs_rpc::{Call, Connection};
 use super::ids::Ids;
 use super::leases::{Leases, Ticket};
 use super::ledger::{Claim, Ledger};
+use super::marks::Marks;
 use super::tasks::Outbox;
 use super::{Keeper, MetaConfig};
 
@@ -50,6 +51,9 @@ pub(crate) struct Shared {
     pub placement: RwLock<Arc<Placement>>,
     pub space: AtomicU64,
     pub keeper: RwLock<Option<Weak<dyn Keeper>>>,
+    /// When inodes were forgotten, and when answers about them came without a lease.
+    pub forgot: Marks,
+    pub bare: Marks,
     pub ids: Ids,
     /// Wakes the task that acknowledges recalls.
     pub acks: Notify,
@@ -295,6 +299,13 @@ impl Shared {
             } else {
                 state.leases.grant(reply.lease_epoch, &reply.grants);
             }
+        }
+        let taken = generation == state.generation && reply.lease_epoch == state.leases.epoch();
+        match reply.bare.as_deref() {
+            _ if !taken => self.bare.note_all(),
+            Some([]) => self.bare.note_all(),
+            Some(inos) => inos.iter().for_each(|ino| self.bare.note(*ino)),
+            None => {}
         }
         self.judge(state, generation, reply.result, kind, reply.ordered, after)
     }

@@ -68,6 +68,9 @@ impl Shared {
         {
             let mut state = self.state.lock();
             let number = state.leases.give_back(ino, bits);
+            if bits == u8::MAX {
+                self.forgot.note(ino);
+            }
             let kept = state.outbox.forgets.entry(ino).or_insert((0, 0));
             *kept = (kept.0 | bits, kept.1.max(number));
         }

@@ -217,6 +217,7 @@ impl State {
             self.ask(request, &mut grants)?
         };
         Some(Reply {
+            bare: None,
             fence: Fence(self.fence),
             ordered: Seq(ordered),
             durable: Seq(self.durable),

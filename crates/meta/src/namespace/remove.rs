@@ -28,6 +28,7 @@ pub(super) fn drop_name(
     decision.note_change(ino, bits);
     if inode.nlink > 0 {
         view.put_inode(ino, &inode);
+        decision.wants.push((ino, lease::ATTR));
         return Ok((inode, false));
     }
     let mut holders: Vec<SessionId> = (ctx.known)(ino);

@@ -56,7 +56,11 @@ pub fn rename(
         // Two names of one inode: POSIX asks that nothing happens.
         let attr = view.inode(entry.ino)?.attr(entry.ino);
         let decision = Decision::new(Done::Renamed { attr, other: None, held: false });
-        return Ok(decision.read(from.parent).read(to.parent).read(entry.ino));
+        let decision = decision.read(from.parent).read(to.parent).read(entry.ino);
+        return Ok(decision
+            .want(from.parent, lease::NAMES)
+            .want(to.parent, lease::NAMES)
+            .want(entry.ino, lease::ATTR));
     }
     let mut decision = Decision::new(Done::Ok)
         .change_name(from.parent, from.name)
@@ -136,6 +140,9 @@ pub fn rename(
         held,
     };
     decision.done = Done::Renamed { attr, other: other.map(|(ino, inode)| inode.attr(ino)), held };
+    if from.parent != to.parent {
+        decision = decision.want(from.parent, lease::NAMES);
+    }
     Ok(decision.want(to.parent, lease::NAMES).want(entry.ino, lease::ATTR).store(answered))
 }
 

@@ -1,7 +1,7 @@
 //! rmdir: removes an empty folder.
 
 use torchfs_proto::attr::Kind;
-use torchfs_proto::msg::meta::Done;
+use torchfs_proto::msg::meta::{Done, lease};
 use torchfs_proto::record::Answered;
 use torchfs_proto::{Code, Fault, Ino, Result};
 
@@ -33,7 +33,7 @@ pub fn rmdir(view: &mut View<'_>, ctx: &Ctx<'_>, parent: Ino, name: &[u8]) -> Re
     dir.nlink = dir.nlink.saturating_sub(1);
     touch_folder(view, &mut dir);
     view.put_inode(parent, &dir);
-    let mut decision = Decision::new(Done::Ok).change_name(parent, name);
+    let mut decision = Decision::new(Done::Ok).change_name(parent, name).want(parent, lease::NAMES);
     let (inode, held) = drop_name(view, ctx, &mut decision, entry.ino, inode, false)?;
     decision.done = Done::Removed { attr: inode.attr(entry.ino), held };
     Ok(decision.store(Answered::Removed { ino: entry.ino, kind: Kind::Dir, held }))

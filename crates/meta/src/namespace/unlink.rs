@@ -1,7 +1,7 @@
 //! unlink: removes a name that is not a folder's.
 
 use torchfs_proto::attr::Kind;
-use torchfs_proto::msg::meta::Done;
+use torchfs_proto::msg::meta::{Done, lease};
 use torchfs_proto::record::Answered;
 use torchfs_proto::{Code, Fault, Ino, Result};
 
@@ -30,7 +30,7 @@ pub fn unlink(
     count_entries(&mut dir, -1);
     touch_folder(view, &mut dir);
     view.put_inode(parent, &dir);
-    let mut decision = Decision::new(Done::Ok).change_name(parent, name);
+    let mut decision = Decision::new(Done::Ok).change_name(parent, name).want(parent, lease::NAMES);
     let (inode, held) = drop_name(view, ctx, &mut decision, entry.ino, inode, idle == Some(entry.ino))?;
     decision.done = Done::Removed { attr: inode.attr(entry.ino), held };
     Ok(decision.store(Answered::Removed { ino: entry.ino, kind: inode.kind, held }))

@@ -228,6 +228,7 @@ impl Meta {
             lease_epoch: 0,
             grants: Vec::new(),
             result: Err(fault),
+            bare: None,
         }
     }
 
@@ -302,7 +303,7 @@ impl Meta {
             layout = self.policy_layout(state, volume, policy, &mut table, &mut counters)?;
             edit = Some((table, counters));
         }
-        let decision = {
+        let mut decision = {
             let session = &state.sessions[&request.session];
             let leases = &state.leases;
             let known = |ino: Ino| leases.known((volume, ino));
@@ -337,11 +338,17 @@ impl Meta {
             true => Seq(0),
             false => self.commit(state, request, view, &decision, edit, now)?,
         };
+        let mut bare = Vec::new();
         for (ino, bits) in &decision.wants {
-            grants.extend(state.leases.grant(request.session, (volume, *ino), *bits, now, hold.ticket));
+            let grant = state.leases.grant(request.session, (volume, *ino), *bits, now, hold.ticket);
+            if grant.bits != *bits && !undress(&mut decision.done, *ino) {
+                bare.push(*ino);
+            }
+            grants.push(grant);
         }
         let rests = self.rests(state, request, &decision.reads);
-        let reply = self.reply(state, request.session, Ok(decision.done), seq, grants);
+        let mut reply = self.reply(state, request.session, Ok(decision.done), seq, grants);
+        reply.bare = (!bare.is_empty()).then_some(bare);
         Ok(if rests > reply.durable { Step::Durable(rests, reply) } else { Step::Reply(reply) })
     }
 
@@ -575,6 +582,7 @@ impl Meta {
             lease_epoch: state.leases.epoch(session),
             grants,
             result,
+            bare: None,
         }
     }
 
@@ -610,6 +618,16 @@ impl Meta {
         }
         Ok(seq)
     }
+}
+
+/// Takes the attributes of an inode out of a listing, whose names count without them.
+fn undress(done: &mut Done, ino: Ino) -> bool {
+    let Done::Entries { entries, .. } = done else { return false };
+    let mut found = false;
+    for entry in entries.iter_mut().filter(|entry| entry.ino == ino) {
+        found = entry.attr.take().is_some();
+    }
+    found
 }
 
 /// Decides an operation on the namespace.

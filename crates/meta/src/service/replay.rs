@@ -38,7 +38,8 @@ impl Meta {
             let at = key::outcome(volume, request.session, request.seq, request.step);
             if let Some(outcome) = view.get::<Outcome>(&at)? {
                 let done = again(&view, outcome.what)?;
-                let reply = self.reply(state, request.session, Ok(done), outcome.born, Vec::new());
+                let mut reply = self.reply(state, request.session, Ok(done), outcome.born, Vec::new());
+                reply.bare = Some(Vec::new());
                 return Ok(Some(Step::Reply(reply)));
             }
         }

@@ -88,6 +88,10 @@ pub struct Reply {
     /// What came of it.
     #[n(5)]
     pub result: Result<Done, Fault>,
+    /// Inodes that the answer is about, and of which a lease that would protect it was not given: by the time it is heard it may
+    /// be out of date, even if that lease was given with another reply meanwhile. It is not to be kept. Empty: all of it.
+    #[n(6)]
+    pub bare: Option<Vec<Ino>>,
 }
 
 /// Kinds of lease, as bits.
