@@ -29,6 +29,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
+use foldhash::{HashSet, HashSetExt};
 use parking_lot::{Mutex, MutexGuard};
 use torchfs_engine::Engine;
 use torchfs_proto::clock::Clock;
@@ -341,11 +342,12 @@ impl Meta {
         let mut bare = Vec::new();
         for (ino, bits) in &decision.wants {
             let grant = state.leases.grant(request.session, (volume, *ino), *bits, now, hold.ticket);
-            if grant.bits != *bits && !undress(&mut decision.done, *ino) {
+            if grant.bits != *bits {
                 bare.push(*ino);
             }
             grants.push(grant);
         }
+        undress(&mut decision.done, &mut bare);
         let rests = self.rests(state, request, &decision.reads);
         let mut reply = self.reply(state, request.session, Ok(decision.done), seq, grants);
         reply.bare = (!bare.is_empty()).then_some(bare);
@@ -620,14 +622,20 @@ impl Meta {
     }
 }
 
-/// Takes the attributes of an inode out of a listing, whose names count without them.
-fn undress(done: &mut Done, ino: Ino) -> bool {
-    let Done::Entries { entries, .. } = done else { return false };
-    let mut found = false;
-    for entry in entries.iter_mut().filter(|entry| entry.ino == ino) {
-        found = entry.attr.take().is_some();
+/// Takes attributes that no lease protects out of a listing, whose names count without them.
+fn undress(done: &mut Done, bare: &mut Vec<Ino>) {
+    let Done::Entries { entries, .. } = done else { return };
+    if bare.is_empty() {
+        return;
     }
-    found
+    let refused: HashSet<Ino> = bare.iter().copied().collect();
+    let mut undressed = HashSet::new();
+    for entry in entries.iter_mut().filter(|entry| refused.contains(&entry.ino)) {
+        if entry.attr.take().is_some() {
+            undressed.insert(entry.ino);
+        }
+    }
+    bare.retain(|ino| !undressed.contains(ino));
 }
 
 /// Decides an operation on the namespace.

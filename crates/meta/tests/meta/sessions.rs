@@ -1,7 +1,7 @@
 //! Sessions: their beginning, their end, and the grace after a restart.
 
 use torchfs_engine::Engine;
-use torchfs_proto::attr::Kind;
+use torchfs_proto::attr::{Kind, SetAttr};
 use torchfs_proto::extent::RangeOp;
 use torchfs_proto::msg::meta::{Done, FileLock, LockKind, LockType, Op, lease};
 use torchfs_proto::{Code, Ino, Seq, VolumeId, key, record};
@@ -99,6 +99,28 @@ fn grace_ends_with_the_lease_term_when_a_session_is_silent() {
     let idle = Op::Unlink { parent: Ino::ROOT, name: raw("f"), idle: Some(f) };
     b.call(&world, idle).unwrap();
     assert_eq!(a.getattr(&world, f).nlink, 0);
+}
+
+#[test]
+fn an_answer_names_the_inodes_that_no_lease_protects() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    let (f, g) = (a.file(&world, "f"), a.file(&world, "g"));
+    b.lookup(&world, Ino::ROOT, "f").unwrap();
+    world.sync();
+    let change = Op::SetAttr { ino: f, set: SetAttr { mode: Some(0o600), ..SetAttr::default() } };
+    let mut changing = a.start(&world, change);
+    assert!(!changing.is_ready(), "b has the attributes");
+    let lookup = |name| Op::Lookup { parent: Ino::ROOT, name: raw(name) };
+    assert_eq!(b.reply(&world, lookup("f")).bare, Some(vec![f]));
+    assert_eq!(b.reply(&world, lookup("g")).bare, None);
+    // A listing has its names, and the attributes of all others.
+    let listing = b.reply(&world, Op::ReadDir { ino: Ino::ROOT, cookie: 0, limit: 10, plus: true });
+    let Done::Entries { entries, .. } = listing.result.unwrap() else { panic!() };
+    let dressed: Vec<(Ino, bool)> = entries.iter().map(|entry| (entry.ino, entry.attr.is_some())).collect();
+    assert_eq!((dressed, listing.bare), (vec![(f, false), (g, true)], None));
+    b.obey(&world, false);
+    assert_eq!(changing.settle(&world).bare, None);
 }
 
 #[test]
