@@ -1,4 +1,4 @@
-//! Seeds and counts: fixed by default, overridden by `TORCHFS_SEED`, raised by `SOAK=1`.
+//! Seeds and counts: fixed by default, overridden by `TORCHFS_SEED`, raised by `SOAK=1`, which has a fresh `SOAK_SEED`.
 //!
 //! # Invariants
 //! The numbers that follow from a seed never depend on a library's version, so that a seed in a bug report stays good.
@@ -15,7 +15,8 @@ pub fn count(normal: u64, full: u64) -> u64 {
 
 /// The seed of this run, mixed with the test's own number so that tests differ. Printed, so that a failure can be repeated.
 pub fn seed(test: u64) -> u64 {
-    let base = std::env::var("TORCHFS_SEED").ok().and_then(|v| v.parse().ok()).unwrap_or(1);
+    let given = |name| std::env::var(name).ok().and_then(|v| v.parse().ok());
+    let base = given("TORCHFS_SEED").or_else(|| given("SOAK_SEED")).unwrap_or(1);
     let seed = Rng::new(base ^ test.rotate_left(32)).next();
     println!("seed {seed} (TORCHFS_SEED={base})");
     seed

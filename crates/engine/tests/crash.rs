@@ -2,7 +2,7 @@
 //!
 //! Log and replica run on doubles that share one power, without threads, so that a seed repeats every step. A life of
 //! the engine ends with a power cut, at a random operation of the disk, or with the death of the process alone; the next
-//! life must find what it was promised. TORCHFS_SEED runs one seed, SOAK=1 many fresh ones.
+//! life must find what it was promised. TORCHFS_SEED runs one seed, `make soak` many fresh ones.
 
 #![allow(clippy::unwrap_used)]
 
@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use rand::rngs::StdRng;
@@ -26,7 +26,7 @@ type State = BTreeMap<Vec<u8>, Vec<u8>>;
 #[test]
 fn every_power_cut_leaves_a_prefix_with_all_durable_batches() {
     let mut sum = Seen::default();
-    for seed in seeds() {
+    for seed in torchfs_fuzz::seeds(0, SEEDS, SEEDS_SOAK) {
         let seen = std::panic::catch_unwind(|| Life::run(seed))
             .unwrap_or_else(|_| panic!("seed {seed} failed; run it alone with TORCHFS_SEED={seed}"));
         sum.lives += seen.lives;
@@ -46,7 +46,7 @@ fn every_power_cut_leaves_a_prefix_with_all_durable_batches() {
 /// The same with all threads running: no step repeats, the promise is the same.
 #[test]
 fn callers_on_many_threads_keep_what_they_were_told() {
-    for seed in 0..if std::env::var_os("SOAK").is_some() { 2000 } else { 40 } {
+    for seed in torchfs_fuzz::seeds(0, 40, 2000) {
         let disk = SimDisk::new(seed);
         let replica = MemReplica::new(&disk);
         let config = Config {
@@ -97,18 +97,6 @@ fn callers_on_many_threads_keep_what_they_were_told() {
         }
         assert!(state_of(&engine) == model, "seed {seed}");
     }
-}
-
-fn seeds() -> Vec<u64> {
-    if let Some(seed) = std::env::var("TORCHFS_SEED").ok().and_then(|seed| seed.parse().ok()) {
-        return vec![seed];
-    }
-    if std::env::var_os("SOAK").is_some() {
-        let first = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64;
-        println!("seeds from {first}");
-        return (0..SEEDS_SOAK).map(|n| first.wrapping_add(n)).collect();
-    }
-    (0..SEEDS).collect()
 }
 
 /// What the seeds met, so that a test that tests nothing is noticed.

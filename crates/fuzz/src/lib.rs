@@ -6,12 +6,16 @@
 //! with [`Counting`], so that a length that is believed before it is checked shows as an allocation.
 //!
 //! # Invariants
-//! What follows from a seed never depends on a library. `TORCHFS_SEED` repeats a run, `SOAK=1` makes it long.
+//! What follows from a seed never depends on a library; which seeds a run has is said in `seeds.rs`.
 #![allow(unsafe_code)] // an allocator is
+
+mod seeds;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+pub use seeds::{rounds, seed, seeds, soak};
 
 thread_local! {
     static LARGEST: Cell<usize> = const { Cell::new(0) };
@@ -56,9 +60,7 @@ pub struct Fuzz {
 impl Fuzz {
     /// A run of this many rounds in `make test` and a hundred times as many in `make soak`.
     pub fn rounds(rounds: u64) -> Fuzz {
-        let soak = std::env::var_os("SOAK").is_some_and(|v| v == "1");
-        let seed = std::env::var("TORCHFS_SEED").ok().and_then(|v| v.parse().ok()).unwrap_or(1);
-        Fuzz { seed, rounds: if soak { rounds * 100 } else { rounds }, memory_max: 256 << 10 }
+        Fuzz { seed: seed(1), rounds: self::rounds(rounds, rounds * 100), memory_max: 256 << 10 }
     }
 
     /// The largest single allocation that the decoder may ask for beyond 64 times its input.

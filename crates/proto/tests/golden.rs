@@ -737,8 +737,7 @@ fn messages_keep_their_bytes() {
 
 #[test]
 fn damaged_messages_are_refused_or_read_but_never_break_the_reader() {
-    let seed: u64 = std::env::var("TORCHFS_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(1);
-    let rounds = if std::env::var_os("SOAK").is_some() { 2_000 } else { 100 };
+    let (seed, rounds) = (torchfs_fuzz::seed(1), torchfs_fuzz::rounds(100, 2_000));
     // xorshift: enough to flip bytes, and the same everywhere.
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = move || {

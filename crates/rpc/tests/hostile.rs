@@ -311,7 +311,7 @@ struct Dice(u64);
 
 impl Dice {
     fn new(test: u64) -> Dice {
-        let seed = std::env::var("TORCHFS_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(20_261);
+        let seed = torchfs_fuzz::seed(20_261);
         println!("TORCHFS_SEED={seed}");
         Dice(seed ^ test.wrapping_mul(0x9E37_79B9_7F4A_7C15))
     }
@@ -330,7 +330,7 @@ impl Dice {
 }
 
 fn rounds(usual: usize) -> usize {
-    if std::env::var_os("SOAK").is_some() { usual * 50 } else { usual }
+    torchfs_fuzz::rounds(usual as u64, usual as u64 * 50) as usize
 }
 
 /// Changes, cuts, doubles or inserts a few bytes.

@@ -1,12 +1,10 @@
 //! What the tests of this crate share: a small generator of numbers, and how many rounds to go.
 
-/// Seeds for a test: fixed ones, more of them under SOAK, or the one of TORCHFS_SEED.
-pub(crate) fn rounds(count: u64) -> Vec<u64> {
-    if let Some(seed) = std::env::var("TORCHFS_SEED").ok().and_then(|seed| seed.parse().ok()) {
-        return vec![seed];
-    }
-    let count = if std::env::var_os("SOAK").is_some() { count * 50 } else { count };
-    (1..=count).collect()
+use std::ops::Range;
+
+/// Seeds for a test: fixed ones, or many more fresh ones.
+pub(crate) fn rounds(count: u64) -> Range<u64> {
+    torchfs_fuzz::seeds(1, count, count * 50)
 }
 
 /// SplitMix64: enough for picking operations.

@@ -162,10 +162,9 @@ fn a_header_that_lies_about_the_length_is_no_request() {
 
 #[test]
 fn any_bytes_give_a_request_or_an_error() {
-    let seed = std::env::var("TORCHFS_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(7);
-    let rounds = if std::env::var_os("SOAK").is_some() { 20_000_000 } else { 300_000 };
+    let (seed, rounds) = (torchfs_fuzz::seed(7), torchfs_fuzz::rounds(300_000, 20_000_000));
     let mut rng = StdRng::seed_from_u64(seed);
-    let mut good = 0u32;
+    let mut good = 0u64;
     for round in 0..rounds {
         let len = rng.random_range(0..200usize);
         let mut body: Vec<u8> = (0..len).map(|_| rng.random()).collect();

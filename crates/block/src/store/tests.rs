@@ -158,18 +158,9 @@ enum Fate {
     Either,
 }
 
-fn seeds() -> impl Iterator<Item = u64> {
-    let count = if std::env::var("SOAK").is_ok_and(|v| v == "1") { 50_000 } else { 1_500 };
-    let first = std::env::var("TORCHFS_SEED").ok().and_then(|s| s.parse().ok());
-    match first {
-        Some(seed) => seed..seed + 1,
-        None => 0..count,
-    }
-}
-
 #[test]
 fn acknowledged_puts_and_deletes_survive_every_power_cut() {
-    for seed in seeds() {
+    for seed in torchfs_fuzz::seeds(0, 1_500, 50_000) {
         // The name of the seed is all that is needed to see a failure again.
         let run = std::panic::catch_unwind(|| random_life(seed));
         if let Err(panic) = run {

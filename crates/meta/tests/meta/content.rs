@@ -10,7 +10,7 @@ use torchfs_proto::extent::{Extent, NewBlock, RangeOp, Source};
 use torchfs_proto::msg::meta::{Commit, Done, Event, Op};
 use torchfs_proto::{BlockId, Code, IdRange, Ino, LayoutId};
 
-use crate::world::{Client, World, raw, rounds, seed};
+use crate::world::{Client, World, raw};
 
 pub fn block(id: BlockId, len: u32) -> NewBlock {
     NewBlock { id, len, layout: LayoutId(1), stored: u64::from(len), ..NewBlock::default() }
@@ -234,8 +234,7 @@ fn one_file_against_bytes(seed: u64, steps: usize) {
 
 #[test]
 fn extents_are_what_an_array_of_bytes_would_be() {
-    let first = seed(1);
-    for seed in first..first + rounds(12) as u64 {
+    for seed in torchfs_fuzz::seeds(1, 12, 240) {
         one_file_against_bytes(seed, 150);
     }
 }

@@ -26,7 +26,7 @@ use torchfs_proto::msg::meta::{Done, FileLock, LockKind, LockType, Op};
 use torchfs_proto::{BlockId, Code, Fault, Incarnation, Ino, LayoutId, Result};
 
 use crate::content::{block, commit, within};
-use crate::world::{World, rounds, seed};
+use crate::world::World;
 
 type Pairs = BTreeMap<Vec<u8>, Vec<u8>>;
 
@@ -113,8 +113,7 @@ fn file_with_block(world: &World, client: &mut crate::world::Client, name: &str)
 
 #[test]
 fn a_dump_made_under_changes_is_the_state_after_one_batch() {
-    for round in 0..rounds(30) as u64 {
-        let seed = seed(700) + round;
+    for seed in torchfs_fuzz::seeds(700, 30, 600) {
         let mut rng = SmallRng::seed_from_u64(seed);
         let world = World::with(Config { dump_pairs: rng.random_range(1..12), ..Config::default() });
         let client = Mutex::new(world.client());

@@ -9,7 +9,7 @@ use torchfs_proto::attr::Kind;
 use torchfs_proto::msg::meta::{Done, Make, Op, Request, lease};
 use torchfs_proto::{Code, Ino};
 
-use crate::world::{World, raw, rounds, seed};
+use crate::world::{World, raw};
 
 fn make(name: &str) -> Op {
     Op::Make(Make {
@@ -223,8 +223,7 @@ fn told_is_kept(seed: u64) {
 
 #[test]
 fn whatever_anybody_was_told_survives_power_cuts_by_replay() {
-    let first = seed(100);
-    for seed in first..first + rounds(25) as u64 {
+    for seed in torchfs_fuzz::seeds(100, 25, 500) {
         told_is_kept(seed * 1_000);
     }
 }

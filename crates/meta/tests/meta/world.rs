@@ -15,16 +15,6 @@ use torchfs_proto::clock::Clock;
 use torchfs_proto::msg::meta::{Done, Event, Heartbeat, Make, Op, OpenSession, Reply, Request};
 use torchfs_proto::{Code, Fault, Fence, IdRange, Ino, SessionId};
 
-/// The seed of random tests: fixed unless the environment says otherwise.
-pub fn seed(default: u64) -> u64 {
-    std::env::var("TORCHFS_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(default)
-}
-
-/// How many rounds a random test takes: more when soaking.
-pub fn rounds(usual: usize) -> usize {
-    if std::env::var_os("SOAK").is_some() { usual * 20 } else { usual }
-}
-
 /// A clock that stands still until it is moved.
 pub struct ManualClock {
     start: Instant,

@@ -28,13 +28,9 @@ use torchfs_vfs::{Caller, Config, Host, NoHost, Opened, Vfs, WriteFlags};
 pub const WHO: Caller = Caller { uid: 0, gid: 0, pid: 1 };
 pub const RDWR: i32 = 2;
 
-/// Seeds for a test: fixed ones, more of them under SOAK, or the one of TORCHFS_SEED.
-pub fn rounds(count: u64) -> Vec<u64> {
-    if let Some(seed) = std::env::var("TORCHFS_SEED").ok().and_then(|seed| seed.parse().ok()) {
-        return vec![seed];
-    }
-    let count = if std::env::var_os("SOAK").is_some() { count * 20 } else { count };
-    (1..=count).collect()
+/// Seeds for a test: fixed ones, or many more fresh ones.
+pub fn rounds(count: u64) -> Range<u64> {
+    torchfs_fuzz::seeds(1, count, count * 20)
 }
 
 /// SplitMix64: enough for picking operations.
