@@ -4,9 +4,10 @@
 //! remembers (attributes, target, extended attributes, entries, extents) counts only while the matching lease holds,
 //! which is asked of the session each time; a recall, and the loss of all leases, wipe it.
 //!
-//! An answer may be overtaken by a recall, or by the answer to a later change of our own. So whoever asks notes the
-//! number of recalls first ([`Vfs::asked`]) and keeps the answer only if it is the same afterwards; attributes are ordered
-//! by their change counter, content by its version, entries by a count of our own changes.
+//! An answer may be overtaken by a recall, by a lease that another answer brings, or by the answer to a later change of our own. So
+//! whoever asks notes the moment first ([`Vfs::asked`]) and keeps the answer only if nothing was recalled since, and no answer
+//! came that is bare of the lease it would be kept under; attributes are ordered by their change counter, content by its
+//! version, entries by a count of our own changes.
 //!
 //! # Invariants
 //! - One node per inode number: it leaves the table only when nobody else holds it.
