@@ -74,6 +74,8 @@ struct Hold {
     bits: u8,
     /// The newest grant.
     number: u64,
+    /// The newest answer about the inode, whether it granted anything or not.
+    answered: u64,
     /// The grant since which the session may commit without a break.
     write_since: u64,
     /// The session has the file open for writing.
@@ -210,7 +212,7 @@ impl Leases {
             return Grant { ino: node.1, bits: 0, number: 0 };
         }
         match bits & self.grantable(session, node, now, ticket) {
-            0 => self.say_again(session, node, 0),
+            0 => self.grant_nothing(session, node),
             bits => {
                 let grant = self.give(session, node, bits);
                 if bits & lease::WRITE != 0 {
@@ -287,8 +289,9 @@ impl Leases {
         ticket: Option<u64>,
     ) -> Data {
         self.know(session, node, true);
-        let (mut mine, mut number, mut alone, mut shared, mut shared_writer, mut recalled) =
-            (0, 0, true, false, false, false);
+        let (mut mine, mut number, mut alone, mut shared, mut shared_writer) = (0, 0, true, false, false);
+        let (mut recalled, mut present) = (false, false);
+        let epoch = self.epoch(session);
         let mut first = None;
         if let Some(shelf) = self.nodes.get(&node) {
             first = shelf.waiting.first().copied();
@@ -298,6 +301,7 @@ impl Leases {
                     mine = bits & DATA;
                     number = hold.number;
                     recalled = !hold.recalls.is_empty();
+                    present = hold.epoch == epoch;
                 } else {
                     alone &= bits & DATA == 0;
                     shared |= bits & lease::SHARED != 0;
@@ -312,13 +316,14 @@ impl Leases {
         // What is held is answered again, even while it is recalled: the recalled session never waits behind the one
         // that waits for it.
         if enough {
-            if recalled {
-                return Data::Granted(Grant { ino: node.1, bits: mine, number });
-            }
-            if write {
+            if write && !recalled {
                 self.mark_writing(session, node);
             }
-            return Data::Granted(self.say_again(session, node, mine));
+            // Under a new number, if it stays: that the session gives it back may be on its way, and was said of the old one.
+            return Data::Granted(match present && !recalled {
+                true => self.give(session, node, mine),
+                false => Grant { ino: node.1, bits: mine, number },
+            });
         }
         if first.is_some_and(|first| Some(first) != ticket) {
             return Data::Queue;
@@ -404,7 +409,7 @@ impl Leases {
         let epoch = self.epoch(session);
         let Some(hold) = self.hold_mut(session, node) else { return };
         // A newer answer is on its way to the session. Not so if its epoch ended: then it may be forgotten under any number.
-        if hold.number > number && hold.epoch == epoch {
+        if hold.answered > number && hold.epoch == epoch {
             return;
         }
         hold.bits &= !bits;
@@ -459,6 +464,7 @@ impl Leases {
             epoch,
             bits: 0,
             number: 0,
+            answered: 0,
             write_since: 0,
             writing: false,
             recalls: Vec::new(),
@@ -565,6 +571,7 @@ impl Leases {
             let could = hold.bits & (lease::WRITE | lease::SHARED) != 0;
             hold.bits |= bits;
             hold.number = number;
+            hold.answered = number;
             if !could {
                 hold.write_since = number;
             }
@@ -572,20 +579,15 @@ impl Leases {
         Grant { ino: node.1, bits, number }
     }
 
-    /// Answers with what is held. Under a new number: that the session gives it back, or forgets the inode, may be on its way, and
-    /// was said of what it had heard before.
-    fn say_again(&mut self, session: SessionId, node: Node, bits: u8) -> Grant {
-        let epoch = self.epoch(session);
-        let next = self.number + 1;
-        let mut number = 0;
+    /// An answer that grants nothing. Its number is newer than what the session may just be saying of the inode, and no grant: a recall
+    /// on its way voids what was granted before.
+    fn grant_nothing(&mut self, session: SessionId, node: Node) -> Grant {
+        self.number += 1;
+        let number = self.number;
         if let Some(hold) = self.hold_mut(session, node) {
-            if hold.epoch == epoch {
-                hold.number = next;
-            }
-            number = hold.number;
+            hold.answered = number;
         }
-        self.number = next;
-        Grant { ino: node.1, bits, number }
+        Grant { ino: node.1, bits: 0, number }
     }
 
     fn mark_writing(&mut self, session: SessionId, node: Node) {

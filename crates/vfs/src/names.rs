@@ -610,10 +610,11 @@ impl Vfs {
             }
             state.handles > 0
         };
-        if last && held && !open {
-            self.linger(node);
-        } else if last && !held {
-            self.discard(&node);
+        if last && !open {
+            match held {
+                true => self.linger(node),
+                false => self.discard(&node),
+            }
         }
     }
 }

@@ -3,7 +3,7 @@
 use torchfs_engine::Engine;
 use torchfs_proto::attr::{Kind, SetAttr};
 use torchfs_proto::extent::RangeOp;
-use torchfs_proto::msg::meta::{Done, FileLock, LockKind, LockType, Op, lease};
+use torchfs_proto::msg::meta::{Done, Event, FileLock, LockKind, LockType, Op, lease};
 use torchfs_proto::{Code, Ino, Seq, VolumeId, key, record};
 
 use crate::content::{block, commit, nth, within};
@@ -121,6 +121,28 @@ fn an_answer_names_the_inodes_that_no_lease_protects() {
     assert_eq!((dressed, listing.bare), (vec![(f, false), (g, true)], None));
     b.obey(&world, false);
     assert_eq!(changing.settle(&world).bare, None);
+}
+
+#[test]
+fn what_is_being_recalled_is_never_said_again_as_something_newer() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    let f = a.file(&world, "f");
+    a.open_write(&world, f);
+    let mut opening = b.start(&world, Op::OpenData { ino: f, write: true });
+    assert!(!opening.is_ready());
+    let recalls = a.events(&world, 0).into_iter().filter_map(|(_, event)| match event {
+        Event::Recall { ino, number, .. } if ino == f => Some(number),
+        _ => None,
+    });
+    let upto = recalls.max().expect("a recall");
+    // An answer that grants nothing is newer, and what is held is no newer for it.
+    let lookup = Op::Lookup { parent: Ino::ROOT, name: raw("f") };
+    let bare = a.reply(&world, lookup);
+    assert!(bare.grants.iter().any(|grant| grant.ino == f && grant.bits == 0 && grant.number > upto));
+    assert!(a.open_write(&world, f) <= upto, "it would outlive its recall");
+    a.obey(&world, false);
+    opening.settle(&world).result.unwrap();
 }
 
 #[test]
