@@ -1,22 +1,13 @@
-//! Seeds and counts: fixed by default, overridden by `TORCHFS_SEED`, raised by `SOAK=1`, which has a fresh `SOAK_SEED`.
+//! Seeds and counts, as all random tests have them (`torchfs_fuzz`), and numbers that follow from a seed.
 //!
 //! # Invariants
 //! The numbers that follow from a seed never depend on a library's version, so that a seed in a bug report stays good.
 
-/// Whether this run has full counts and a fresh seed (`make soak`).
-pub fn soak() -> bool {
-    std::env::var_os("SOAK").is_some_and(|v| v == "1")
-}
-
-/// `normal` in `make test`, `full` in `make soak`.
-pub fn count(normal: u64, full: u64) -> u64 {
-    if soak() { full } else { normal }
-}
+pub use torchfs_fuzz::{rounds as count, soak};
 
 /// The seed of this run, mixed with the test's own number so that tests differ. Printed, so that a failure can be repeated.
 pub fn seed(test: u64) -> u64 {
-    let given = |name| std::env::var(name).ok().and_then(|v| v.parse().ok());
-    let base = given("TORCHFS_SEED").or_else(|| given("SOAK_SEED")).unwrap_or(1);
+    let base = torchfs_fuzz::seed(1);
     let seed = Rng::new(base ^ test.rotate_left(32)).next();
     println!("seed {seed} (TORCHFS_SEED={base})");
     seed
