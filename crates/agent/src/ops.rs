@@ -27,7 +27,7 @@ use crate::refusal::Refusals;
 /// Serves a mount from a vfs.
 pub struct Ops {
     vfs: Vfs,
-    refusals: Arc<Refusals>,
+    refusals: Refusals,
 }
 
 type Outcome = Result<Reply, Fault>;
@@ -35,13 +35,20 @@ type Outcome = Result<Reply, Fault>;
 impl Ops {
     /// Serves this vfs.
     pub fn new(vfs: Vfs) -> Ops {
-        Ops { vfs, refusals: Arc::default() }
+        Ops { vfs, refusals: Refusals::default() }
     }
 
     /// The call whose fault becomes an errno.
-    fn answer(&self, op: impl Future<Output = Outcome> + Send + 'static) -> Call {
-        let refusals = Arc::clone(&self.refusals);
-        Box::pin(async move { op.await.unwrap_or_else(|fault| Reply::error(refusals.errno(&fault))) })
+    fn answer(self: &Arc<Self>, caller: Caller, op: impl Future<Output = Outcome> + Send + 'static) -> Call {
+        let ops = Arc::clone(self);
+        Box::pin(async move { op.await.unwrap_or_else(|fault| ops.refuse(caller, &fault)) })
+    }
+
+    fn refuse(&self, caller: Caller, fault: &Fault) -> Reply {
+        if fault.code == Code::Stale {
+            self.vfs.told_stale(caller);
+        }
+        Reply::error(self.refusals.errno(fault))
     }
 }
 
@@ -53,21 +60,21 @@ impl Handler for Ops {
         match op {
             Op::Lookup { name } => {
                 let name = Bytes::copy_from_slice(name);
-                self.answer(async move { lookup(&vfs, ino, &name).await })
+                self.answer(caller, async move { lookup(&vfs, caller, ino, &name).await })
             }
-            Op::Getattr { fh } => self.answer(async move {
+            Op::Getattr { fh } => self.answer(caller, async move {
                 let node = vfs.getattr(ino, fh).await?;
                 Ok(Reply::attr(&to_attr(&node.attr), node.ttl))
             }),
-            Op::Statx { fh, .. } => self.answer(async move {
+            Op::Statx { fh, .. } => self.answer(caller, async move {
                 let node = vfs.getattr(ino, fh).await?;
                 Ok(Reply::statx(&to_attr(&node.attr), node.ttl))
             }),
-            Op::Setattr(set) => self.answer(async move {
+            Op::Setattr(set) => self.answer(caller, async move {
                 let node = vfs.setattr(ino, set.fh, to_setattr(&set)).await?;
                 Ok(Reply::attr(&to_attr(&node.attr), node.ttl))
             }),
-            Op::Readlink => self.answer(async move { Ok(Reply::bytes(vfs.readlink(ino).await?)) }),
+            Op::Readlink => self.answer(caller, async move { Ok(Reply::bytes(vfs.readlink(ino).await?)) }),
             Op::Mknod { name, mode, rdev, .. } => {
                 // A mode without a kind is a file's.
                 let kind = Kind::from_mode(mode).unwrap_or(Kind::File);
@@ -77,78 +84,78 @@ impl Handler for Ops {
             Op::Symlink { name, target } => self.make(caller, ino, name, Kind::Symlink, 0o777, 0, target),
             Op::Unlink { name } => {
                 let name = Bytes::copy_from_slice(name);
-                self.answer(async move { vfs.unlink(ino, &name).await.map(|()| Reply::done()) })
+                self.answer(caller, async move { vfs.unlink(ino, &name).await.map(|()| Reply::done()) })
             }
             Op::Rmdir { name } => {
                 let name = Bytes::copy_from_slice(name);
-                self.answer(async move { vfs.rmdir(ino, &name).await.map(|()| Reply::done()) })
+                self.answer(caller, async move { vfs.rmdir(ino, &name).await.map(|()| Reply::done()) })
             }
             Op::Rename { name, new_parent, new_name, flags } => {
                 if flags & !(rename::NOREPLACE | rename::EXCHANGE) != 0 {
                     return refuse(libc::EINVAL);
                 }
                 let (name, new_name) = (Bytes::copy_from_slice(name), Bytes::copy_from_slice(new_name));
-                self.answer(async move {
+                self.answer(caller, async move {
                     vfs.rename(ino, &name, Ino(new_parent), &new_name, flags).await.map(|()| Reply::done())
                 })
             }
             Op::Link { inode, name } => {
                 let name = Bytes::copy_from_slice(name);
-                self.answer(async move {
+                self.answer(caller, async move {
                     let node = vfs.link(Ino(inode), ino, &name).await?;
                     Ok(Reply::entry(&made(&vfs, ino, &name, &node)))
                 })
             }
-            Op::Open { flags, .. } => self.answer(async move {
+            Op::Open { flags, .. } => self.answer(caller, async move {
                 let opened = vfs.open(ino, flags.cast_signed()).await?;
                 Ok(Reply::open(ino.0, opened.fh, file_flags(&opened)))
             }),
             Op::Create { name, flags, mode, .. } => {
                 let name = Bytes::copy_from_slice(name);
-                self.answer(async move {
+                self.answer(caller, async move {
                     let (node, opened) =
                         vfs.create(caller, ino, &name, mode & 0o7777, flags.cast_signed()).await?;
                     Ok(Reply::create(&made(&vfs, ino, &name, &node), opened.fh, file_flags(&opened)))
                 })
             }
-            Op::Tmpfile { flags, mode, .. } => self.answer(async move {
+            Op::Tmpfile { flags, mode, .. } => self.answer(caller, async move {
                 let (node, opened) = vfs.tmpfile(caller, ino, mode & 0o7777, flags.cast_signed()).await?;
                 Ok(Reply::create(&to_entry(&node, Duration::ZERO), opened.fh, file_flags(&opened)))
             }),
-            Op::Read { fh, offset, size, flags, .. } => self.answer(async move {
+            Op::Read { fh, offset, size, flags, .. } => self.answer(caller, async move {
                 Ok(Reply::data(vfs.read(ino, fh, offset, size, flags.cast_signed()).await?))
             }),
-            Op::Write { write, .. } => self.answer(async move {
+            Op::Write { write, .. } => self.answer(caller, async move {
                 Ok(Reply::written(
                     vfs.write(ino, write.fh, write.offset, payload, to_write_flags(&write)).await?,
                 ))
             }),
-            Op::Flush { fh, lock_owner } => {
-                self.answer(async move { vfs.flush(ino, fh, lock_owner).await.map(|()| Reply::done()) })
-            }
-            Op::Release { fh, lock_owner, flock_unlock, .. } => self.answer(async move {
+            Op::Flush { fh, lock_owner } => self
+                .answer(caller, async move { vfs.flush(ino, fh, lock_owner).await.map(|()| Reply::done()) }),
+            Op::Release { fh, lock_owner, flock_unlock, .. } => self.answer(caller, async move {
                 vfs.release(ino, fh, flock_unlock.then_some(lock_owner)).await;
                 Ok(Reply::done())
             }),
-            Op::Fsync { fh, data_only } => {
-                self.answer(async move { vfs.fsync(ino, fh, data_only).await.map(|()| Reply::done()) })
-            }
+            Op::Fsync { fh, data_only } => self
+                .answer(caller, async move { vfs.fsync(ino, fh, data_only).await.map(|()| Reply::done()) }),
             Op::Fsyncdir { .. } => {
-                self.answer(async move { vfs.fsyncdir(ino).await.map(|()| Reply::done()) })
+                self.answer(caller, async move { vfs.fsyncdir(ino).await.map(|()| Reply::done()) })
             }
-            Op::Syncfs => self.answer(async move { vfs.syncfs().await.map(|()| Reply::done()) }),
-            Op::Opendir { .. } => self.answer(async move {
+            Op::Syncfs => self.answer(caller, async move { vfs.syncfs().await.map(|()| Reply::done()) }),
+            Op::Opendir { .. } => self.answer(caller, async move {
                 let opened = vfs.opendir(ino).await?;
                 Ok(Reply::opendir(ino.0, opened.fh, folder_flags(&opened)))
             }),
             Op::Readdir { fh, offset, size, plus } => {
-                self.answer(async move { readdir(&vfs, ino, fh, offset, size, plus).await })
+                self.answer(caller, async move { readdir(&vfs, ino, fh, offset, size, plus).await })
             }
-            Op::Releasedir { fh, .. } => self.answer(async move {
+            Op::Releasedir { fh, .. } => self.answer(caller, async move {
                 vfs.releasedir(fh).await;
                 Ok(Reply::done())
             }),
-            Op::Statfs => self.answer(async move { Ok(Reply::statfs(&to_statfs(&vfs.statfs().await?))) }),
+            Op::Statfs => {
+                self.answer(caller, async move { Ok(Reply::statfs(&to_statfs(&vfs.statfs().await?))) })
+            }
             Op::Setxattr { name, .. } | Op::Getxattr { name, .. } | Op::Removexattr { name }
                 if is_acl(name) =>
             {
@@ -156,15 +163,15 @@ impl Handler for Ops {
             }
             Op::Setxattr { name, value, flags } => {
                 let (name, value) = (Bytes::copy_from_slice(name), Bytes::copy_from_slice(value));
-                self.answer(async move {
+                self.answer(caller, async move {
                     vfs.setxattr(caller, ino, &name, &value, flags).await.map(|()| Reply::done())
                 })
             }
             Op::Getxattr { name, size } => {
                 let name = Bytes::copy_from_slice(name);
-                self.answer(async move { fitted(vfs.getxattr(ino, &name).await?, size) })
+                self.answer(caller, async move { fitted(vfs.getxattr(ino, &name).await?, size) })
             }
-            Op::Listxattr { size } => self.answer(async move {
+            Op::Listxattr { size } => self.answer(caller, async move {
                 let mut list = Vec::new();
                 for name in vfs.listxattr(ino).await? {
                     list.extend_from_slice(&name);
@@ -174,25 +181,27 @@ impl Handler for Ops {
             }),
             Op::Removexattr { name } => {
                 let name = Bytes::copy_from_slice(name);
-                self.answer(async move { vfs.removexattr(caller, ino, &name).await.map(|()| Reply::done()) })
+                self.answer(caller, async move {
+                    vfs.removexattr(caller, ino, &name).await.map(|()| Reply::done())
+                })
             }
-            Op::Getlk(lock) => self.answer(async move {
+            Op::Getlk(lock) => self.answer(caller, async move {
                 let asked = to_lock(&lock, header.pid).ok_or(Code::Invalid)?;
                 let found = vfs.getlk(ino, asked).await?;
                 Ok(Reply::lock(
                     &found.map_or(Lock { kind: libc::F_UNLCK as u32, ..lock }, |found| from_lock(&found)),
                 ))
             }),
-            Op::Setlk { lock, wait } => self.answer(async move {
+            Op::Setlk { lock, wait } => self.answer(caller, async move {
                 let asked = to_lock(&lock, header.pid).ok_or(Code::Invalid)?;
                 vfs.setlk(ino, lock.fh, asked, wait).await.map(|()| Reply::done())
             }),
-            Op::Fallocate { fh, offset, length, mode } => self.answer(async move {
+            Op::Fallocate { fh, offset, length, mode } => self.answer(caller, async move {
                 vfs.fallocate(caller, ino, fh, mode.cast_signed(), offset, length)
                     .await
                     .map(|()| Reply::done())
             }),
-            Op::Lseek { fh, offset, whence } => self.answer(async move {
+            Op::Lseek { fh, offset, whence } => self.answer(caller, async move {
                 let seek = match whence.cast_signed() {
                     libc::SEEK_DATA => Seek::Data,
                     libc::SEEK_HOLE => Seek::Hole,
@@ -205,7 +214,7 @@ impl Handler for Ops {
                     return refuse(libc::EINVAL);
                 }
                 let len = if wide { len } else { len.min(COPY_MAX) };
-                self.answer(async move {
+                self.answer(caller, async move {
                     let to = Ino(out_inode);
                     let count =
                         vfs.copy_file_range(caller, ino, fh, offset, to, out_fh, out_offset, len).await?;
@@ -245,7 +254,7 @@ impl Handler for Ops {
 impl Ops {
     #[allow(clippy::too_many_arguments)]
     fn make(
-        &self,
+        self: &Arc<Self>,
         caller: Caller,
         parent: Ino,
         name: &[u8],
@@ -256,7 +265,7 @@ impl Ops {
     ) -> Call {
         let vfs = self.vfs.clone();
         let (name, target) = (Bytes::copy_from_slice(name), Bytes::copy_from_slice(target));
-        self.answer(async move {
+        self.answer(caller, async move {
             let node = vfs.make(caller, parent, &name, kind, mode & 0o7777, rdev, &target).await?;
             Ok(Reply::entry(&made(&vfs, parent, &name, &node)))
         })
@@ -300,14 +309,14 @@ const COPY_MAX: u64 = 0x7fff_f000;
 /// is a round trip, and buffered I/O of C and Python takes its size from here.
 const IO_SIZE: u32 = 64 << 10;
 
-async fn lookup(vfs: &Vfs, parent: Ino, name: &[u8]) -> Outcome {
+async fn lookup(vfs: &Vfs, caller: Caller, parent: Ino, name: &[u8]) -> Outcome {
     if name == b"." {
         // Somebody came with a file handle (open_by_handle_at, NFS).
         let node = vfs.getattr(parent, None).await?;
         vfs.referenced(parent);
         return Ok(Reply::entry(&to_entry(&node, Duration::ZERO)));
     }
-    let Found { node, entry_ttl } = vfs.lookup(parent, name).await?;
+    let Found { node, entry_ttl } = vfs.lookup(caller, parent, name).await?;
     Ok(match node {
         Some(node) => Reply::entry(&to_entry(&node, entry_ttl)),
         None => Reply::negative(entry_ttl),

@@ -16,6 +16,7 @@
 //! FUSE and errno (agent), wire and retries (client), what is kept of blocks (cache), who may do what (the kernel checks
 //! permissions by mode, owner and group; the service checks what only it can know).
 
+mod again;
 mod api;
 mod attr;
 mod budget;
@@ -105,6 +106,8 @@ struct Inner {
     prefetches: Slots,
     /// Inodes without a name that nobody has open, and until when they stay for who has just found them.
     departing: Mutex<VecDeque<(Instant, Arc<Inode>)>>,
+    /// Threads that were told ESTALE and look again.
+    again: again::Again,
     /// Given with each tick.
     tick: Signal,
     stopped: AtomicBool,
@@ -137,6 +140,7 @@ impl Vfs {
             puts: Slots::new(config.puts_max),
             prefetches: Slots::new(config.prefetches_max.min(ahead_max)),
             departing: Mutex::default(),
+            again: again::Again::default(),
             tick: Signal::default(),
             stopped: AtomicBool::new(false),
             ticker: Mutex::default(),
@@ -200,6 +204,7 @@ impl Vfs {
     fn ticked(&self) {
         self.0.tick.notify();
         self.let_go_due();
+        self.0.again.expire();
         let after = self.0.config.commit_after;
         self.flush_dirty(|file| file.dirty_since.is_some_and(|since| since.elapsed() >= after));
         let idle = std::mem::take(&mut *self.0.idle.lock());

@@ -10,7 +10,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use torchfs_client::{Changed, Mark};
@@ -18,14 +18,22 @@ use torchfs_proto::attr::{Attr, Kind, NAME_MAX, SetAttr, TARGET_MAX};
 use torchfs_proto::msg::meta::{Done, Make, Op, lease, rename};
 use torchfs_proto::{Code, Fault, Ino, Result};
 
+use crate::again::Met;
 use crate::node::{Asked, FolderChange, Inode, State};
 use crate::open::{O_ACCMODE, O_EXCL, O_TRUNC};
 use crate::{Caller, Found, Node, Opened, Vfs, metrics, unexpected};
 
 impl Vfs {
     /// The entry of a folder; each positive answer adds one reference of the kernel's.
-    pub async fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Found> {
+    pub async fn lookup(&self, caller: Caller, parent: Ino, name: &[u8]) -> Result<Found> {
         check_name(name)?;
+        match self.look_again(caller, parent, name).await {
+            Some(found) => found,
+            None => self.look(parent, name).await,
+        }
+    }
+
+    pub(crate) async fn look(&self, parent: Ino, name: &[u8]) -> Result<Found> {
         if let Some((child, found)) = self.find_entry(parent, name) {
             ::metrics::counter!(metrics::LOOKUP_HITS).increment(1);
             self.bound_entries();
@@ -287,7 +295,7 @@ impl Vfs {
     }
 
     /// Adds a reference of the kernel's, and gives what it is told.
-    async fn refer(&self, node: &Inode, attr: Attr) -> Node {
+    pub(crate) async fn refer(&self, node: &Inode, attr: Attr) -> Node {
         let answer = self.answer(&node.lock(), attr);
         self.before_told(node, &answer).await;
         node.lock().refs += 1;
@@ -394,8 +402,8 @@ impl Vfs {
         if !created && !owner_may(caller, &attr, flags) {
             // The kernel lets its caller have what it created without asking who may. Told this it looks the name up
             // again, and opens what it finds as any other file.
-            let what = format!("inode {} was made elsewhere meanwhile", node.ino);
-            return Err(Fault::new(Code::Stale, what));
+            let name = Bytes::copy_from_slice(name);
+            return Err(self.met(caller, Met { parent, name, node, attr }));
         }
         let opened = self.open_node(&node, flags, created).await?;
         if !created && flags & O_TRUNC != 0 {
@@ -628,7 +636,8 @@ impl Leaving {
         let node = vfs.find_node(ino)?;
         {
             let mut state = node.lock();
-            if state.handles > 0 || state.is_dirty() {
+            let awaited = state.awaited.is_some_and(|until| Instant::now() < until);
+            if state.handles > 0 || awaited || state.is_dirty() {
                 return None;
             }
             state.leaving += 1;

@@ -65,6 +65,8 @@ pub(crate) struct State {
     pub(crate) overlap: bool,
     /// Removals of names under way that told the service that nobody here has it open: opening waits for them.
     pub(crate) leaving: u32,
+    /// Until then somebody is about to open it whom another removal must not disappoint.
+    pub(crate) awaited: Option<Instant>,
     /// No name is left: to be released after the last close.
     pub(crate) orphan: bool,
     /// Without a name, it is kept until then for who is about to open it.
@@ -165,6 +167,7 @@ impl Inode {
                 busy: 0,
                 overlap: false,
                 leaving: 0,
+                awaited: None,
                 lingers: None,
                 gone: false,
                 changing: false,

@@ -30,7 +30,7 @@ fn what_is_written_is_read_back_before_and_after_it_is_committed() {
         close(&vfs, ino, opened.fh).await;
 
         let other = world.mount().await;
-        let found = other.lookup(Ino::ROOT, b"file").await.unwrap().node.unwrap();
+        let found = other.lookup(WHO, Ino::ROOT, b"file").await.unwrap().node.unwrap();
         assert_eq!(found.attr.size, data.len() as u64);
         assert_eq!(content(&other, found.attr.ino).await, data);
         assert_eq!(world.problems().await, Vec::<String>::new());

@@ -85,7 +85,7 @@ fn foreseen_attributes_of_a_folder_are_those_of_the_service() {
         vfs.rmdir(folder, b"d3").await.unwrap();
         let foreseen = vfs.getattr(folder, None).await.unwrap().attr;
         let other = world.mount().await;
-        let told = other.lookup(Ino::ROOT, b"d").await.unwrap().node.unwrap().attr;
+        let told = other.lookup(WHO, Ino::ROOT, b"d").await.unwrap().node.unwrap().attr;
         assert_eq!(foreseen, told);
     });
 }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use torchfs_proto::{Code, Ino};
 use torchfs_vfs::Vfs;
 
-use crate::world::{RDWR, Rng, World, close, create, read, rounds, run, write};
+use crate::world::{RDWR, Rng, WHO, World, close, create, read, rounds, run, write};
 
 const NAMES: usize = 2;
 
@@ -24,7 +24,7 @@ fn words(number: u64, count: u64) -> Vec<u8> {
 /// As a program over the kernel: a stale inode is looked up once more.
 async fn open(vfs: &Vfs, name: &str, flags: i32) -> (Ino, u64) {
     for last in [false, true] {
-        let found = vfs.lookup(Ino::ROOT, name.as_bytes()).await.unwrap().node;
+        let found = vfs.lookup(WHO, Ino::ROOT, name.as_bytes()).await.unwrap().node;
         let ino = found.unwrap_or_else(|| panic!("{name} is not there")).attr.ino;
         match vfs.open(ino, flags).await {
             Ok(opened) => return (ino, opened.fh),

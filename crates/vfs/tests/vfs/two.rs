@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use futures_util::FutureExt;
 use torchfs_proto::attr::Kind;
@@ -164,6 +165,57 @@ fn who_creates_a_file_that_another_mount_made_first_opens_it_only_as_its_owner()
         close(&b, node.attr.ino, opened.fh).await;
         let (node, _) = create(caller, b"file", 1 | O_TRUNC).await.unwrap();
         assert_eq!(b.getattr(node.attr.ino, None).await.unwrap().attr.size, 0);
+    });
+}
+
+/// The kernel looks again once only, so what it finds then must not be lost to the next race.
+#[test]
+fn what_a_creation_met_is_found_by_the_second_look_though_it_is_removed_and_made_again_meanwhile() {
+    run(|world| async move {
+        let (a, b) = (world.mount().await, world.mount().await);
+        let stranger = Caller { uid: 1000, gid: 1000, pid: 77 };
+        for mode in [0o600, 0o666] {
+            let (met, opened) = a.create(WHO, Ino::ROOT, b"file", mode, 2).await.unwrap();
+            write(&a, met.attr.ino, opened.fh, 0, vec![7; 10]).await;
+            close(&a, met.attr.ino, opened.fh).await;
+            let created = b.create(stranger, Ino::ROOT, b"file", 0o644, 2).await;
+            assert_eq!(created.map_err(|fault| fault.code).err(), Some(Code::Stale));
+            a.unlink(Ino::ROOT, b"file").await.unwrap();
+
+            // Others see what is so; the thread sees what it met, once.
+            let other = Caller { pid: 78, ..stranger };
+            assert_eq!(b.lookup(other, Ino::ROOT, b"file").await.unwrap().node, None);
+            let found = b.lookup(stranger, Ino::ROOT, b"file").await.unwrap();
+            assert_eq!(found.entry_ttl, Duration::ZERO);
+            assert_eq!(found.node.unwrap().attr.ino, met.attr.ino);
+            assert_eq!(content(&b, met.attr.ino).await, vec![7; 10]);
+            b.forget(met.attr.ino, 1);
+            assert_eq!(b.lookup(stranger, Ino::ROOT, b"file").await.unwrap().node, None);
+        }
+    });
+}
+
+#[test]
+fn what_a_second_look_finds_can_be_opened_though_it_is_removed_here_meanwhile() {
+    run(|world| async move {
+        let vfs = world.mount().await;
+        let reader = Caller { pid: 77, ..WHO };
+        for told in [false, true] {
+            let (ino, opened) = create(&vfs, "file").await;
+            write(&vfs, ino, opened.fh, 0, vec![7; 10]).await;
+            close(&vfs, ino, opened.fh).await;
+            if told {
+                vfs.told_stale(reader);
+            }
+            let found = vfs.lookup(reader, Ino::ROOT, b"file").await.unwrap().node.unwrap();
+            assert_eq!(found.attr.ino, ino);
+            vfs.unlink(Ino::ROOT, b"file").await.unwrap();
+            match told {
+                true => assert_eq!(content(&vfs, ino).await, vec![7; 10]),
+                // A file that nobody has open goes at once.
+                false => assert_eq!(vfs.open(ino, 0).await.unwrap_err().code, Code::Stale),
+            }
+        }
     });
 }
 

@@ -452,7 +452,7 @@ pub async fn create(vfs: &Vfs, name: &str) -> (Ino, Opened) {
 }
 
 pub async fn find(vfs: &Vfs, parent: Ino, name: &str) -> Option<Ino> {
-    vfs.lookup(parent, name.as_bytes()).await.unwrap().node.map(|node| node.attr.ino)
+    vfs.lookup(WHO, parent, name.as_bytes()).await.unwrap().node.map(|node| node.attr.ino)
 }
 
 pub async fn write(vfs: &Vfs, ino: Ino, fh: u64, offset: u64, data: impl Into<Bytes>) {
