@@ -442,6 +442,26 @@ fn writing_takes_set_user_id_away() {
 }
 
 #[test]
+fn writing_takes_capabilities_away() {
+    let ground = Ground::new();
+    let path = ground.at("f");
+    fs::set_permissions(ground.root(), fs::Permissions::from_mode(0o777)).unwrap();
+    let write_as = |how: &str| {
+        let write =
+            format!("setpriv --reuid=1 --regid=1 --clear-groups sh -c 'echo y >&3' 3{how}{}", path.display());
+        sh(ground.root(), &write);
+    };
+    for how in [">>", "<>"] {
+        fs::write(&path, "x").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o777)).unwrap();
+        sh(ground.root(), "setfattr -n security.capability -v 0x0100000200200000000000000000000000000000 f");
+        assert_eq!(sys::list_xattrs(&path).unwrap(), ["security.capability"]);
+        write_as(how);
+        assert!(sys::list_xattrs(&path).unwrap().is_empty(), "after writing with {how}");
+    }
+}
+
+#[test]
 fn space_and_inodes_are_counted() {
     let ground = Ground::new();
     let (total, free, inodes, free_inodes) = sys::space(ground.root()).unwrap();

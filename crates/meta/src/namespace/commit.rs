@@ -99,7 +99,7 @@ pub fn commit(view: &mut View<'_>, ctx: &Ctx<'_>, commit: &Commit) -> Result<Dec
             decision.content.push(ino);
         }
         if commit.kill_privileges {
-            kill_privileges(&mut inode);
+            kill_privileges(view, ino, &mut inode)?;
         }
         touch(view, &mut inode);
     }

@@ -260,12 +260,14 @@ fn count_entries(folder: &mut record::Inode, by: i64) {
     folder.entries = Some(folder.entries.unwrap_or(0).saturating_add_signed(by));
 }
 
-/// Clears the rights that a write or a change of owner by others must not keep.
-fn kill_privileges(inode: &mut record::Inode) {
-    if inode.kind != Kind::Dir {
-        inode.mode &= !0o4000;
-        if inode.mode & 0o010 != 0 {
-            inode.mode &= !0o2000;
-        }
+/// Clears the rights that a write or a change of owner by others must not keep: bits of the mode, and capabilities.
+fn kill_privileges(view: &mut View<'_>, ino: Ino, inode: &mut record::Inode) -> Result<()> {
+    if inode.kind == Kind::Dir {
+        return Ok(());
     }
+    inode.mode &= !0o4000;
+    if inode.mode & 0o010 != 0 {
+        inode.mode &= !0o2000;
+    }
+    xattrs::drop_xattr(view, ino, inode, b"security.capability").map(drop)
 }

@@ -39,7 +39,7 @@ pub fn setattr(view: &mut View<'_>, ctx: &Ctx<'_>, ino: Ino, set: &SetAttr) -> R
     }
     if set.uid.is_some() || set.gid.is_some() || set.kill_privileges {
         if inode.kind == Kind::File {
-            kill_privileges(&mut inode);
+            kill_privileges(view, ino, &mut inode)?;
         }
         inode.uid = set.uid.unwrap_or(inode.uid);
         inode.gid = set.gid.unwrap_or(inode.gid);

@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 
 use torchfs_proto::attr::{NAME_MAX, Raw, XATTR_MAX, XATTRS_MAX, flags};
 use torchfs_proto::msg::meta::{Done, lease};
-use torchfs_proto::record::{Answered, Xattr};
+use torchfs_proto::record::{self, Answered, Xattr};
 use torchfs_proto::{Code, Fault, Ino, Result, key};
 
 use super::{Decision, shown, touch};
@@ -57,18 +57,31 @@ pub fn set_xattr(view: &mut View<'_>, ino: Ino, name: &[u8], value: &Raw, how: u
 /// Removes one.
 pub fn remove_xattr(view: &mut View<'_>, ino: Ino, name: &[u8]) -> Result<Decision> {
     let mut inode = view.inode(ino)?;
-    let at = key::xattr(view.volume, ino, name);
-    if name.is_empty() || name.len() > NAME_MAX || view.get::<Xattr>(&at)?.is_none() {
+    if name.is_empty() || name.len() > NAME_MAX || !drop_xattr(view, ino, &mut inode, name)? {
         return Err(Fault::new(Code::NoAttr, format!("{} does not exist", shown(name))));
     }
-    view.delete(at);
     view.frees = true;
-    if view.list::<Xattr>(&key::xattrs(view.volume, ino), 1)?.is_empty() {
-        inode.flags &= !flags::XATTRS;
-    }
     touch(view, &mut inode);
     view.put_inode(ino, &inode);
     Ok(changed(ino, inode.attr(ino)))
+}
+
+/// Takes one away if it is there, and tells whether it was.
+pub(super) fn drop_xattr(
+    view: &mut View<'_>,
+    ino: Ino,
+    inode: &mut record::Inode,
+    name: &[u8],
+) -> Result<bool> {
+    let at = key::xattr(view.volume, ino, name);
+    if !inode.has_xattrs() || view.get::<Xattr>(&at)?.is_none() {
+        return Ok(false);
+    }
+    view.delete(at);
+    if view.list::<Xattr>(&key::xattrs(view.volume, ino), 1)?.is_empty() {
+        inode.flags &= !flags::XATTRS;
+    }
+    Ok(true)
 }
 
 fn changed(ino: Ino, attr: torchfs_proto::attr::Attr) -> Decision {
