@@ -313,7 +313,8 @@ impl<H: Handler> Reader<H> {
 enum Kind {
     /// It waits for another process: leave at once.
     LockWait,
-    /// It changes nothing, or takes back by itself what nobody heard of: may be dropped.
+    /// It changes nothing, or takes back by itself what nobody heard of: may be dropped. Or it writes: once the bytes are in the
+    /// buffer nothing is left to do but wait, and before that they must not get there later, over what is written meanwhile.
     Read,
     /// It changes something: runs to its end, heard or not.
     Change,
@@ -329,6 +330,7 @@ impl Kind {
             | Op::Statx { .. }
             | Op::Readlink
             | Op::Read { .. }
+            | Op::Write { .. }
             | Op::Statfs
             | Op::Getxattr { .. }
             | Op::Listxattr { .. }
