@@ -80,22 +80,14 @@ impl Vfs {
             && self.0.meta.holds(node.ino, lease::WRITE).is_some()
     }
 
-    /// Brings the bytes of several extents into one block, in their order; `None` if they were not there any more.
-    pub(crate) async fn merge(&self, node: &Arc<Inode>, group: Vec<Extent>) -> Result<Option<NewBlock>> {
+    /// Brings the bytes of several extents into one block, in their order. What is written to the file meanwhile is not among
+    /// them: the commit is made on the condition of these extents and no other.
+    pub(crate) async fn merge(&self, node: &Arc<Inode>, group: Vec<Extent>) -> Result<NewBlock> {
         let asked = self.asked();
-        let runs = runs(&group);
-        let mut parts = Vec::new();
-        for run in &runs {
-            let read = self.read_node(node, run.clone(), None).await?;
-            if read.iter().map(|part| part.len() as u64).sum::<u64>() != run.end - run.start {
-                return Ok(None);
-            }
-            parts.extend(read);
-        }
-        let block = self.put_block(node, parts).await?;
+        let block = self.put_block(node, self.read_extents(&group).await?).await?;
         let mut at = 0;
-        let mut ranges = Vec::with_capacity(runs.len());
-        for run in runs {
+        let mut ranges = Vec::new();
+        for run in runs(&group) {
             let len = run.end - run.start;
             ranges.push(RangeOp::Write { offset: run.start, len, source: source_of(&block, at) });
             at += len as u32;
@@ -112,7 +104,7 @@ impl Vfs {
         };
         let (attr, _, mark) = self.send_commit(node, commit).await?;
         self.committed(node, asked, &ranges, attr, mark);
-        Ok(Some(block))
+        Ok(block)
     }
 }
 

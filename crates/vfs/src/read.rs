@@ -187,6 +187,13 @@ impl Vfs {
         Ok(parts)
     }
 
+    /// The bytes that extents stand for, whatever was written over them since.
+    pub(crate) async fn read_extents(&self, extents: &[Extent]) -> Result<Vec<Bytes>> {
+        let mut parts = Vec::with_capacity(extents.len());
+        extents.iter().cloned().for_each(|extent| push_extent(&mut parts, extent));
+        self.gather(parts).await
+    }
+
     /// Fetches what is not here, all at once.
     async fn gather(&self, parts: Vec<Part>) -> Result<Vec<Bytes>> {
         let mut out = Vec::with_capacity(parts.len());

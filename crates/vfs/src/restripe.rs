@@ -133,9 +133,8 @@ impl Vfs {
     async fn remake(&self, node: &Arc<Inode>, group: Vec<Extent>) -> Result<()> {
         let most = u64::from(self.0.meta.info().volume.block_size);
         for row in rows(&group, most) {
-            if let Some(block) = self.merge(node, row.clone()).await? {
-                self.0.moved.lock().note(&row, &block);
-            }
+            let block = self.merge(node, row.clone()).await?;
+            self.0.moved.lock().note(&row, &block);
             ::metrics::counter!(metrics::COMPACTIONS).increment(1);
         }
         Ok(())

@@ -1,11 +1,14 @@
 //! Policies of folders and files: new content follows them, and old content is written again by them.
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use bytes::Bytes;
 use torchfs_proto::attr::{Kind, SetAttr};
 use torchfs_proto::{Code, Ino};
-use torchfs_vfs::{Caller, Vfs};
+use torchfs_vfs::{Caller, Config, NoHost, Vfs};
 
-use crate::world::{RDWR, WHO, close, content, create, run, write};
+use crate::world::{RDWR, Rng, WHO, close, content, create, rounds, run, write};
 
 /// More bytes than any file here has.
 const ALL: &[u8] = b"1000000000";
@@ -163,4 +166,47 @@ fn only_the_owner_and_root_set_policies_and_nonsense_is_refused() {
         assert_eq!(redundancy(&vfs, ino).await, "replicas:2");
         vfs.shutdown().await.unwrap();
     });
+}
+
+/// What a file shares with another must not become what was written to one of them while it was written again.
+#[test]
+fn what_is_written_while_a_file_is_written_again_stays_its_own() {
+    for seed in rounds(8) {
+        run(|world| async move {
+            // Where bytes are has to be asked each time.
+            let config = Config { extents_max: 0, ..Config::default() };
+            let vfs = world.mount_with(config, Arc::new(NoHost)).await;
+            let (first, opened) = create(&vfs, "first").await;
+            let bytes = noise(1 << 20);
+            write(&vfs, first, opened.fh, 0, bytes.clone()).await;
+            let (second, copy) = create(&vfs, "second").await;
+            let len = bytes.len() as u64;
+            vfs.copy_file_range(WHO, first, opened.fh, 0, second, copy.fh, 0, len).await.unwrap();
+            vfs.fsync(first, opened.fh, false).await.unwrap();
+            close(&vfs, second, copy.fh).await;
+            for ino in [first, second] {
+                vfs.setxattr(ROOT, ino, b"torchfs.redundancy", b"replicas:1", 0).await.unwrap();
+            }
+            *world.overtaking.lock() = Some(Rng(seed));
+            let (other, fh) = (vfs.clone(), opened.fh);
+            let writing = tokio::spawn(async move {
+                let mut rng = Rng(seed + 1);
+                for _ in 0..30 {
+                    let at = rng.below(len - 5000);
+                    write(&other, first, fh, at, vec![0xEE; 5000]).await;
+                    tokio::time::sleep(Duration::from_micros(rng.below(5_000))).await;
+                }
+            });
+            while !writing.is_finished() {
+                // Given up where somebody writes.
+                let _ = vfs.setxattr(ROOT, first, b"torchfs.restripe", ALL, 0).await;
+            }
+            writing.await.unwrap();
+            *world.overtaking.lock() = None;
+            close(&vfs, first, opened.fh).await;
+            vfs.setxattr(ROOT, second, b"torchfs.restripe", ALL, 0).await.unwrap();
+            assert!(content(&vfs, second).await == bytes, "seed {seed}");
+            assert_eq!(world.problems().await, Vec::<String>::new());
+        });
+    }
 }
