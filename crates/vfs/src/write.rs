@@ -89,7 +89,7 @@ impl Vfs {
         let (node, meta, config) = (&handle.node, &self.0.meta, &self.0.config);
         let len = data.len() as u64;
         let block = u64::from(meta.info().volume.block_size.max(1));
-        let (job, flush, (first, at)) = {
+        let (jobs, flush, (first, at)) = {
             let mut state = node.lock();
             if let Some(file) = &state.file {
                 file.check(handle.seen)?;
@@ -130,6 +130,10 @@ impl Vfs {
             if end > SIZE_MAX {
                 return Err(Fault::new(Code::TooLarge, format!("inode {} is as long as can be", node.ino)));
             }
+            if !flags.append && end > size && state.file().tail.is_some() && state.is_dirty() {
+                // What was appended may have to follow the end of the file; this stays where it is.
+                return Ok(Buffered::FileFull { all: true });
+            }
             if flags.kill_privileges
                 && let Some(attr) = &mut state.attr
             {
@@ -142,9 +146,7 @@ impl Vfs {
                 }
             }
             let file = state.file();
-            if !flags.append && end > size {
-                file.tail = None;
-            } else if flags.append && file.tail.is_none() {
+            if flags.append && file.tail.is_none() {
                 (file.tail, file.ends) = (Some(offset), committed);
             }
             let first = !file.is_dirty();
@@ -156,19 +158,19 @@ impl Vfs {
             file.quiet_since = Instant::now();
             // The kernel wrote into its pages and knows; what is appended goes around them, see below.
             file.told = file.told.max(end);
-            let job = seal_block(file, offset, end, block, &self.0.budget);
+            let jobs = seal_blocks(file, offset, end, block, &self.0.budget);
             self.0.budget.adjust(before, file.overlay.dirty());
             let sealed: u64 = file.sealed.iter().map(|sealed| sealed.len).sum();
             let many = file.overlay.pieces() >= config.commit_pieces;
             if many {
                 file.want = file.number;
             }
-            (job, many || sealed >= config.commit_bytes, (first, offset))
+            (jobs, many || sealed >= config.commit_bytes, (first, offset))
         };
         if first {
             self.0.dirty.lock().insert(node.ino, node.clone());
         }
-        if let Some(job) = job {
+        for job in jobs {
             self.spawn_put(node, job);
         }
         if flush {
@@ -278,21 +280,28 @@ impl File {
     }
 }
 
-/// Seals the run that this write brought to the end of a block, if it is long enough to be worth a block.
-fn seal_block(file: &mut File, offset: u64, end: u64, block: u64, budget: &Arc<Budget>) -> Option<PutJob> {
-    let boundary = end / block * block;
-    if boundary <= offset {
-        return None;
+/// Seals the run that this write brought to the end of a block, if it is long enough to be worth a block, and the whole blocks of
+/// the write that follow. Never those without the first: what is sealed may be committed before what is not.
+fn seal_blocks(file: &mut File, offset: u64, end: u64, block: u64, budget: &Arc<Budget>) -> Vec<PutJob> {
+    let mut boundary = (offset / block + 1) * block;
+    if boundary > end {
+        return Vec::new();
     }
-    let start = file.overlay.dirty_run_before(boundary, boundary - block);
+    let mut start = file.overlay.dirty_run_before(boundary, boundary - block);
     if boundary - start < block / SEAL_SHARE {
-        return None;
+        return Vec::new();
     }
-    file.batch += 1;
-    let (runs, writes) = file.overlay.seal(start..boundary, file.batch);
-    let (sealed, job) = Sealed::block(budget, file.batch, writes, runs);
-    file.sealed.push_back(sealed);
-    Some(job)
+    let mut jobs = Vec::new();
+    while boundary <= end {
+        file.batch += 1;
+        let (runs, writes) = file.overlay.seal(start..boundary, file.batch);
+        let (sealed, job) = Sealed::block(budget, file.batch, writes, runs);
+        file.sealed.push_back(sealed);
+        jobs.push(job);
+        start = boundary;
+        boundary += block;
+    }
+    jobs
 }
 
 /// The mode after a write by somebody without rights.

@@ -84,6 +84,27 @@ fn what_was_put_on_a_server_that_is_removed_before_the_commit_is_put_again() {
 }
 
 #[test]
+fn each_whole_block_of_a_large_write_is_put_at_once() {
+    run(|world| async move {
+        let config = Config { commit_after: Duration::from_secs(3600), ..Config::default() };
+        let vfs = world.mount_with(config, Arc::new(NoHost)).await;
+        let (ino, opened) = create(&vfs, "file").await;
+        let block = 256 << 10;
+        // The first run ends at a boundary, two whole blocks follow, and the rest waits.
+        write(&vfs, ino, opened.fh, block / 2, vec![7; 3 << 18]).await;
+        until(async || world.pieces() == 2 * 3).await;
+        // A first run that is not worth a block stays, and so does what follows it: never the end without the beginning.
+        let (other, to) = create(&vfs, "other").await;
+        write(&vfs, other, to.fh, block - 1000, vec![7; 3 << 18]).await;
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        assert_eq!(world.pieces(), 2 * 3);
+        close(&vfs, ino, opened.fh).await;
+        close(&vfs, other, to.fh).await;
+        assert_eq!(world.problems().await, Vec::<String>::new());
+    });
+}
+
+#[test]
 fn random_operations_agree_with_an_array_of_bytes() {
     for seed in rounds(12) {
         run(|world| async move {
