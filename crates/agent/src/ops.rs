@@ -272,6 +272,10 @@ impl Ops {
     }
 }
 
+fn entry_notice(parent: Ino, name: &[u8], expire_only: bool) -> Notice {
+    Notice::Entry { parent: parent.0, name: Bytes::copy_from_slice(name), expire_only }
+}
+
 /// What the vfs wants the kernel to know, by way of the notification thread.
 #[derive(Clone, Debug)]
 pub struct KernelHost(pub Notifier);
@@ -286,11 +290,11 @@ impl Host for KernelHost {
     }
 
     fn invalidate_entry(&self, parent: Ino, name: &[u8]) {
-        self.0.post(Notice::Entry {
-            parent: parent.0,
-            name: Bytes::copy_from_slice(name),
-            expire_only: false,
-        });
+        self.0.post(entry_notice(parent, name, false));
+    }
+
+    fn expire_entry(&self, parent: Ino, name: &[u8]) {
+        self.0.post(entry_notice(parent, name, true));
     }
 
     fn expire_entries(&self, folder: Ino) -> bool {

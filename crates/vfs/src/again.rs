@@ -20,13 +20,16 @@ use parking_lot::Mutex;
 use torchfs_proto::attr::Attr;
 use torchfs_proto::{Code, Fault, Ino, Result};
 
-use crate::node::Inode;
+use crate::node::{Inode, State};
 use crate::{Caller, Found, Vfs};
 
 /// How long a second look may take to come, and to open what it found.
 pub(crate) const AGAIN: Duration = Duration::from_secs(1);
 
 const THREADS_MAX: usize = 4_096;
+
+/// How often a second look may find what another removal of this mount is taking away.
+const LOOKS_MAX: u32 = 64;
 
 /// Threads that are about to look again.
 #[derive(Default)]
@@ -38,7 +41,8 @@ pub(crate) struct Again {
 
 struct Look {
     due: Instant,
-    met: Option<Met>,
+    /// And until when.
+    met: Option<(Instant, Met)>,
 }
 
 /// What was there when a file was to be made.
@@ -62,7 +66,7 @@ impl Again {
         let due = Instant::now() + AGAIN;
         let look = threads.entry(caller.pid).or_insert(Look { due, met: None });
         look.due = due;
-        look.met = met.or(look.met.take());
+        look.met = met.map(|met| (due, met)).or(look.met.take());
         self.count.store(threads.len(), Ordering::Release);
     }
 
@@ -74,7 +78,8 @@ impl Again {
     fn take_met(&self, caller: Caller, parent: Ino, name: &[u8]) -> Option<Met> {
         let mut threads = self.threads.lock();
         let look = threads.get_mut(&caller.pid)?;
-        look.met.take_if(|met| met.parent == parent && met.name == name)
+        let (until, met) = look.met.take_if(|(_, met)| met.parent == parent && met.name == name)?;
+        (Instant::now() < until).then_some(met)
     }
 
     /// Forgets those whose time is up.
@@ -109,11 +114,12 @@ impl Vfs {
             return None;
         }
         if let Some(met) = self.0.again.take_met(caller, parent, name)
-            && !met.node.lock().gone
+            && met.node.lock().is_kept()
         {
             let node = Some(self.refer(&met.node, met.attr).await);
             return Some(Ok(Found { node, entry_ttl: Duration::ZERO }));
         }
+        let mut left = LOOKS_MAX;
         loop {
             let found = match self.look(parent, name).await {
                 Ok(found) => found,
@@ -125,8 +131,8 @@ impl Vfs {
             let progress = node.progress.listen();
             let leaving = {
                 let mut state = node.lock();
-                state.awaited = Some(Instant::now() + AGAIN);
-                if state.leaving == 0 && !state.gone {
+                left -= 1;
+                if state.is_kept() || left == 0 {
                     return Some(Ok(found));
                 }
                 state.leaving > 0
@@ -137,5 +143,13 @@ impl Vfs {
                 progress.await;
             }
         }
+    }
+}
+
+impl State {
+    /// Whether it stays to be opened for a moment, whoever removes it from now on.
+    fn is_kept(&mut self) -> bool {
+        self.awaited = Some(Instant::now() + AGAIN);
+        self.leaving == 0 && !self.gone
     }
 }

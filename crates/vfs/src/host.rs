@@ -19,6 +19,10 @@ pub trait Host: Send + Sync {
     /// A cached entry, positive or negative, is void.
     fn invalidate_entry(&self, parent: Ino, name: &[u8]);
 
+    /// A cached entry is to be asked for again at its next use. Who stands in it or has it open keeps it, and so does what is mounted
+    /// on it. An answer that is on its way to somebody who asks already may make it valid for its time once more.
+    fn expire_entry(&self, parent: Ino, name: &[u8]);
+
     /// All cached entries are void from now on, and the attributes of a folder, whatever the kernel holds locks for. False if the
     /// kernel cannot do that.
     fn expire_entries(&self, folder: Ino) -> bool;
@@ -37,6 +41,8 @@ impl Host for NoHost {
     fn invalidate_attr(&self, _: Ino) {}
 
     fn invalidate_entry(&self, _: Ino, _: &[u8]) {}
+
+    fn expire_entry(&self, _: Ino, _: &[u8]) {}
 
     fn expire_entries(&self, _: Ino) -> bool {
         true

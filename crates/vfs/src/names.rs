@@ -10,7 +10,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
 use torchfs_client::{Changed, Mark};
@@ -159,7 +159,10 @@ impl Vfs {
                 };
                 vfs.end(&folder, asked, mark, &[(name, Some(ino))], added(&attr, 0));
                 vfs.learned(&node, attr.clone(), asked);
-                node.lock().changed_at(mark);
+                let mut state = node.lock();
+                state.has_a_name();
+                state.changed_at(mark);
+                drop(state);
                 Ok((node, attr))
             })
             .await?;
@@ -373,7 +376,7 @@ impl Vfs {
             if let Some(node) = self.find_node(ino) {
                 let names = self.drop_names(&mut node.lock());
                 // A recall could not name them to the kernel any more.
-                names.iter().for_each(|name| self.0.host.invalidate_entry(ino, name));
+                self.forget_entries(ino, &names);
             }
         }
     }
@@ -614,7 +617,8 @@ impl Vfs {
             state.changed_at(mark);
             if last {
                 state.orphan = true;
-                state.gone = !held;
+                // A removal told again is answered as it was the first time, when there was another name maybe.
+                state.gone = !held && state.handles == 0;
             }
             state.handles > 0
         };
@@ -636,8 +640,7 @@ impl Leaving {
         let node = vfs.find_node(ino)?;
         {
             let mut state = node.lock();
-            let awaited = state.awaited.is_some_and(|until| Instant::now() < until);
-            if state.handles > 0 || awaited || state.is_dirty() {
+            if state.handles > 0 || state.is_awaited() || state.is_dirty() {
                 return None;
             }
             state.leaving += 1;

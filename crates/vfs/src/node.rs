@@ -23,7 +23,7 @@ use foldhash::{HashMap, HashMapExt, HashSet, HashSetExt};
 use futures_util::future::{Either, select};
 use parking_lot::{Mutex, MutexGuard};
 use torchfs_client::{Mark, Meta, Moment};
-use torchfs_proto::attr::{Attr, Raw, Time};
+use torchfs_proto::attr::{Attr, Kind, Raw, Time};
 use torchfs_proto::extent::{INLINE_MAX, RangeOp};
 use torchfs_proto::msg::meta::lease;
 use torchfs_proto::{Fault, Ino, Result};
@@ -65,6 +65,8 @@ pub(crate) struct State {
     pub(crate) overlap: bool,
     /// Removals of names under way that told the service that nobody here has it open: opening waits for them.
     pub(crate) leaving: u32,
+    /// Those who open it and wait for the right to its content.
+    pub(crate) opening: u32,
     /// Until then somebody is about to open it whom another removal must not disappoint.
     pub(crate) awaited: Option<Instant>,
     /// No name is left: to be released after the last close.
@@ -167,6 +169,7 @@ impl Inode {
                 busy: 0,
                 overlap: false,
                 leaving: 0,
+                opening: 0,
                 awaited: None,
                 lingers: None,
                 gone: false,
@@ -221,10 +224,20 @@ impl State {
         if self.attr.as_ref().is_some_and(|have| have.change > attr.change) {
             return;
         }
-        self.orphan = attr.nlink == 0;
+        if attr.nlink == 0 {
+            self.orphan = true;
+        } else if current {
+            // Any other answer may be from before it lost its last name.
+            self.has_a_name();
+        }
         // While own changes of a folder are under way nobody knows whether the answer counts them.
         self.fresh = (current && self.busy == 0).then(|| meta.lease_epoch());
         self.attr = Some(attr);
+    }
+
+    /// It has a name, maybe again: nobody is to give it up.
+    pub(crate) fn has_a_name(&mut self) {
+        (self.orphan, self.gone, self.lingers) = (false, false, None);
     }
 
     /// A change of it by this session was answered. Answers may come in another order than the changes happened.
@@ -279,6 +292,11 @@ impl State {
         self.target = None;
     }
 
+    /// Whether somebody is about to open it.
+    pub(crate) fn is_awaited(&self) -> bool {
+        self.awaited.is_some_and(|until| Instant::now() < until)
+    }
+
     /// Whether writes of this file are not committed yet.
     pub(crate) fn is_dirty(&self) -> bool {
         self.file.as_ref().is_some_and(|file| file.is_dirty())
@@ -296,6 +314,10 @@ impl State {
         }
         let ttl = meta.holds(ino, lease::NAMES)?;
         Some((names, ttl))
+    }
+
+    fn is_in_use(&self) -> bool {
+        self.handles > 0 || self.attr.as_ref().is_some_and(|attr| attr.kind == Kind::Dir)
     }
 
     fn idle(&self) -> bool {
@@ -567,12 +589,24 @@ impl Vfs {
         state.names = Some(Box::new(names));
     }
 
-    /// Forgets the entries of a folder; tells which they were.
-    pub(crate) fn drop_names(&self, state: &mut State) -> Vec<Bytes> {
+    /// Forgets the entries of a folder; tells which they were, and what they named as far as that is known.
+    pub(crate) fn drop_names(&self, state: &mut State) -> Vec<(Bytes, Option<Ino>)> {
         let Some(names) = state.names.take() else { return Vec::new() };
         self.0.folders.lock().remove(&names.serial);
         self.0.entries.fetch_sub(names.map.len() + names.doubted.len(), Ordering::Relaxed);
-        names.map.into_keys().chain(names.doubted).collect()
+        names.map.into_iter().chain(names.doubted.into_iter().map(|name| (name, None))).collect()
+    }
+
+    /// Has the kernel forget entries of a folder that no lease protects any more. They may be as good as ever, so a folder, in which
+    /// somebody may stand or on which something may be mounted, and what is open stay until they are asked for again.
+    pub(crate) fn forget_entries(&self, folder: Ino, names: &[(Bytes, Option<Ino>)]) {
+        let host = &self.0.host;
+        for (name, ino) in names {
+            match ino.and_then(|ino| self.find_node(ino)).is_some_and(|node| node.lock().is_in_use()) {
+                true => host.expire_entry(folder, name),
+                false => host.invalidate_entry(folder, name),
+            }
+        }
     }
 
     /// All nodes, for rare sweeps.

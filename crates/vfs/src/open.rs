@@ -69,6 +69,22 @@ impl Handle {
     }
 }
 
+/// Somebody opens an inode and waits for the right to its content.
+struct Opening<'a>(&'a Inode);
+
+impl Opening<'_> {
+    fn begin(node: &Inode) -> Opening<'_> {
+        node.lock().opening += 1;
+        Opening(node)
+    }
+}
+
+impl Drop for Opening<'_> {
+    fn drop(&mut self) {
+        self.0.lock().opening -= 1;
+    }
+}
+
 impl Vfs {
     /// Opens a file.
     pub async fn open(&self, ino: Ino, flags: i32) -> Result<Opened> {
@@ -162,6 +178,7 @@ impl Vfs {
                 if kind.is_some_and(|kind| kind != Kind::File) {
                     return Err(Fault::new(Code::Invalid, format!("inode {} is not a file", node.ino)));
                 }
+                let _opening = Opening::begin(node);
                 self.open_data(node, writes).await?;
                 asked = true;
             }

@@ -34,6 +34,7 @@ impl Keeper for Inner {
     }
 
     fn orphaned(&self, ino: Ino) {
+        self.recalls.fetch_add(1, Ordering::AcqRel);
         let Some(vfs) = self.vfs() else { return };
         // A program that found the name a moment ago may be about to open what was behind it, even if the answer that tells
         // of it is still on its way here.
@@ -69,7 +70,7 @@ impl Keeper for Inner {
                 let state = node.lock();
                 state.handles > 0 || state.file.as_ref().is_some_and(|file| file.kernel_version.is_some())
             };
-            vfs.forget_all(&node, u8::MAX, &[]);
+            vfs.forget_all(&node, u8::MAX);
             // Entries and attributes were never trusted for longer than the lease; pages were.
             if pages {
                 self.host.invalidate_data(node.ino, 0, 0);
@@ -114,12 +115,17 @@ impl Vfs {
         }
     }
 
-    /// Gives up an inode without a name, unless somebody has it open by now; then its last handle does so.
+    /// Gives up an inode without a name, unless somebody has it open by now; then its last handle does so. One that is being opened
+    /// stays for another while.
     fn let_go(&self, node: &Arc<Inode>) {
         {
             let mut state = node.lock();
-            if state.handles > 0 || state.gone {
+            if state.handles > 0 || state.gone || !state.orphan {
                 return;
+            }
+            if state.opening > 0 || state.is_awaited() {
+                drop(state);
+                return self.linger(node.clone());
             }
             state.gone = true;
         }
@@ -133,13 +139,13 @@ impl Vfs {
             node.lock().recalling += 1;
             self.write_back(node).await;
         }
-        let names = self.forget_all(node, bits, &names);
+        let known = self.forget_all(node, bits);
         if bits & lease::WRITE != 0 {
             node.lock().recalling -= 1;
             node.progress.notify();
         }
         if bits & lease::NAMES != 0 {
-            self.forget_names(node, &names).await;
+            self.forget_names(node, &known, &names).await;
         } else {
             self.tell_kernel(node, bits);
             self.host_settled().await;
@@ -148,7 +154,7 @@ impl Vfs {
     }
 
     /// Drops what these leases protected; tells which names the kernel may know.
-    fn forget_all(&self, node: &Inode, bits: u8, names: &[Raw]) -> Vec<Bytes> {
+    fn forget_all(&self, node: &Inode, bits: u8) -> Vec<(Bytes, Option<Ino>)> {
         let mut state = node.lock();
         if bits & lease::ATTR != 0 {
             state.doubt_attr();
@@ -163,9 +169,7 @@ impl Vfs {
             return Vec::new();
         }
         // Without the lease nobody tells us when other names change, so the kernel must ask about all of them.
-        let mut known = self.drop_names(&mut state);
-        known.extend(names.iter().map(|name| Bytes::copy_from_slice(name)));
-        known
+        self.drop_names(&mut state)
     }
 
     fn tell_kernel(&self, node: &Inode, bits: u8) {
@@ -177,17 +181,18 @@ impl Vfs {
         }
     }
 
-    /// Has the kernel forget names of a folder. It takes the folder's lock for each of them, which an operation here may hold that
-    /// waits for the very operation elsewhere that we hold up. Then all entries of all folders are made to be asked for again, which
-    /// takes no lock.
-    async fn forget_names(&self, node: &Inode, names: &[Bytes]) {
+    /// Has the kernel forget names of a folder: all that are known, and those that change. It takes the folder's lock for each of
+    /// them, which an operation here may hold that waits for the very operation elsewhere that we hold up. Then all entries of all
+    /// folders are made to be asked for again, which takes no lock.
+    async fn forget_names(&self, node: &Inode, known: &[(Bytes, Option<Ino>)], changing: &[Raw]) {
         let host = &self.0.host;
         let busy = node.lock().busy > 0;
         if busy && host.expire_entries(node.ino) {
             return;
         }
         host.invalidate_attr(node.ino);
-        names.iter().for_each(|name| host.invalidate_entry(node.ino, name));
+        self.forget_entries(node.ino, known);
+        changing.iter().for_each(|name| host.invalidate_entry(node.ino, name));
         let settled = select(host.settled(), self.0.tick.listen()).await;
         if matches!(settled, Either::Right(_)) && !host.expire_entries(node.ino) {
             self.host_settled().await;

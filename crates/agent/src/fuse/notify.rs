@@ -9,7 +9,7 @@
 //!   the same become one, and all stale entries one new epoch of every entry. Nothing that was posted is lost.
 //! - Posting never waits and holds no lock while anything is written. So it may be done from anywhere.
 
-use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
 use std::sync::Arc;
 
@@ -231,15 +231,15 @@ impl Shared {
 /// Barriers go to the end, so they still come after what they waited for.
 fn gather(items: &mut VecDeque<Item>, epochs: bool) {
     let mut inodes: BTreeMap<u64, bool> = BTreeMap::new();
-    let mut entries = HashSet::new();
+    let mut entries: HashMap<(u64, Bytes), bool> = HashMap::new();
     let (mut others, mut barriers) = (Vec::new(), Vec::new());
     for item in items.drain(..) {
         match item {
             Item::Notice(Notice::Inode { ino, offset, .. }) => {
                 *inodes.entry(ino).or_default() |= offset.is_some()
             }
-            Item::Notice(Notice::Entry { parent, name, .. }) => {
-                entries.insert((parent, name));
+            Item::Notice(Notice::Entry { parent, name, expire_only }) => {
+                *entries.entry((parent, name)).or_insert(true) &= expire_only;
             }
             Item::Notice(other) => others.push(Item::Notice(other)),
             barrier => barriers.push(barrier),
@@ -254,7 +254,7 @@ fn gather(items: &mut VecDeque<Item>, epochs: bool) {
     if epochs && !entries.is_empty() {
         items.push_back(Item::Notice(Notice::Epoch));
     } else {
-        let entry = |(parent, name)| Item::Notice(Notice::Entry { parent, name, expire_only: false });
+        let entry = |((parent, name), expire_only)| Item::Notice(Notice::Entry { parent, name, expire_only });
         items.extend(entries.into_iter().map(entry));
     }
     items.extend(barriers);

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod content;
+mod nameless;
 mod names;
 mod overtaken;
 mod policy;

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use bytes::Bytes;
 use futures_util::FutureExt;
 use torchfs_proto::attr::Kind;
 use torchfs_proto::msg::meta::{FileLock, LockKind, LockType};
@@ -289,6 +290,43 @@ fn names_moved_side_by_side_are_taken_back_from_the_kernel_by_a_recall() {
             .filter(|name| !told.iter().any(|(folder, told)| *folder == d && told == name.as_bytes()))
             .collect();
         assert!(expired || missed.is_empty(), "not taken back: {missed:?}");
+    });
+}
+
+/// Who stands in a folder, or has a file open, does not lose it to a change beside it.
+#[test]
+fn folders_and_open_files_stay_in_the_kernel_when_another_mount_changes_what_lies_beside_them() {
+    run(|world| async move {
+        let kernel = Arc::new(Kernel::default());
+        let (a, b) = (world.mount().await, world.mount_with(Config::default(), kernel.clone()).await);
+        let folder = a.make(WHO, Ino::ROOT, b"folder", Kind::Dir, 0o755, 0, b"").await.unwrap().attr.ino;
+        for name in ["open", "closed"] {
+            let (ino, opened) = create(&a, name).await;
+            close(&a, ino, opened.fh).await;
+        }
+        for name in ["folder", "open", "closed"] {
+            find(&b, Ino::ROOT, name).await.unwrap();
+        }
+        let open = find(&b, Ino::ROOT, "open").await.unwrap();
+        let opened = b.open(open, 0).await.unwrap();
+        create(&a, "beside").await;
+        let root = |names: &[&'static str]| -> Vec<(Ino, Bytes)> {
+            names.iter().map(|name| (Ino::ROOT, Bytes::from_static(name.as_bytes()))).collect()
+        };
+        let sorted = |entries: &parking_lot::Mutex<Vec<(Ino, Bytes)>>| {
+            let mut entries = entries.lock().clone();
+            entries.sort();
+            entries.dedup();
+            entries
+        };
+        assert_eq!(sorted(&kernel.kept), root(&["folder", "open"]));
+        assert_eq!(sorted(&kernel.entries), root(&["beside", "closed"]));
+        // What itself is changed goes.
+        assert_eq!(find(&b, Ino::ROOT, "folder").await, Some(folder));
+        a.rmdir(Ino::ROOT, b"folder").await.unwrap();
+        assert!(sorted(&kernel.entries).contains(&root(&["folder"])[0]));
+        b.release(open, opened.fh, None).await;
+        assert_eq!(find(&b, Ino::ROOT, "folder").await, None);
     });
 }
 

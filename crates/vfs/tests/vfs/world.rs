@@ -95,6 +95,9 @@ pub struct World {
     /// The service answers questions for extended attributes, and its answers stay on the way while this is set; how many do.
     pub late_xattrs: AtomicBool,
     pub xattrs_late: AtomicU64,
+    /// The same for attributes.
+    pub late_attrs: AtomicBool,
+    pub attrs_late: AtomicU64,
     /// Requests to the service and its answers overtake one another.
     pub overtaking: Mutex<Option<Rng>>,
     servers: HashMap<String, Arc<Server>>,
@@ -132,6 +135,8 @@ impl World {
             commits: Arc::default(),
             late_xattrs: AtomicBool::default(),
             xattrs_late: AtomicU64::default(),
+            late_attrs: AtomicBool::default(),
+            attrs_late: AtomicU64::default(),
             overtaking: Mutex::default(),
             servers,
             _background: background,
@@ -309,6 +314,10 @@ impl Counted {
             let late = match op {
                 Ok(meta::Op::Renew) => &world.late_renewals,
                 Ok(meta::Op::Lock { .. }) => &world.late_locks,
+                Ok(meta::Op::GetAttr { .. }) => {
+                    world.attrs_late.fetch_add(1, Ordering::AcqRel);
+                    &world.late_attrs
+                }
                 Ok(meta::Op::Xattrs { .. }) => {
                     world.xattrs_late.fetch_add(1, Ordering::AcqRel);
                     &world.late_xattrs
@@ -328,6 +337,8 @@ impl Counted {
 pub struct Kernel {
     pub pages: Mutex<Vec<(Ino, u64, u64)>>,
     pub entries: Mutex<Vec<(Ino, Bytes)>>,
+    /// What it was told to ask for again, and to keep in the meantime.
+    pub kept: Mutex<Vec<(Ino, Bytes)>>,
     /// How often all entries were made to be asked for again.
     pub expired: AtomicU64,
 }
@@ -341,6 +352,10 @@ impl Host for Kernel {
 
     fn invalidate_entry(&self, parent: Ino, name: &[u8]) {
         self.entries.lock().push((parent, Bytes::copy_from_slice(name)));
+    }
+
+    fn expire_entry(&self, parent: Ino, name: &[u8]) {
+        self.kept.lock().push((parent, Bytes::copy_from_slice(name)));
     }
 
     fn expire_entries(&self, _: Ino) -> bool {
