@@ -560,6 +560,33 @@ async fn an_interrupted_change_is_replayed_all_the_same() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_answer_to_an_interrupted_change_that_was_replayed_is_not_kept() {
+    for transport in BOTH {
+        let Setup { fake, net, addr, meta } = with(transport, |config| config.ledger_max = 4).await;
+        fake.set(|state| state.hold = true);
+        let mut caller = Box::pin(meta.change(make("a")));
+        assert!(caller.as_mut().now_or_never().is_none());
+        until("it arrived", || fake.sequences().len() == 1).await;
+        drop(caller);
+        match transport {
+            Transport::Local => fake.kill(),
+            Transport::Tcp => {
+                net.cut();
+                fake.set(|state| state.hold = false);
+                net.serve_again(&addr, fake.clone()).await;
+            }
+        }
+        // There is room for any number of further ones.
+        for n in 0..20 {
+            made(soon("a change", meta.change(make(&n.to_string()))).await);
+        }
+        soon("durability", meta.durable_all()).await.expect("durable");
+        made(soon("a change", meta.change(make("last"))).await);
+        assert_eq!(fake.state.lock().came.last(), Some(&(22, 21)), "nothing holds back the watermark");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lock_that_is_waited_for_is_given_up_with_its_caller() {
     let Setup { fake, meta, .. } = setup(Transport::Local).await;
     fake.set(|state| state.hold = true);

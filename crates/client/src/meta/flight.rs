@@ -357,9 +357,10 @@ impl Drop for Flight {
             }
             return;
         }
+        // Wherever the answer comes from: what a replay brings has nobody to wait for either.
+        self.shared.state.lock().ledger.disown(self.seq);
+        self.shared.progress.notify_waiters();
         if let Leg::Lost = leg {
-            self.shared.state.lock().ledger.disown(self.seq);
-            self.shared.progress.notify_waiters();
             return;
         }
         // The caller is gone, the change is not: its answer is consumed by a task.
