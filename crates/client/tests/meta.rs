@@ -395,6 +395,33 @@ async fn leases_are_reclaimed_and_commits_follow_their_grant_to_its_new_number()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_right_to_write_that_went_to_others_is_reclaimed_only_for_commits_that_are_lost() {
+    let Setup { fake, meta, .. } = setup(Transport::Local).await;
+    fake.set(|state| {
+        state.auto_sync = false;
+        let both = vec![grant(1, lease::WRITE, 3), grant(2, lease::WRITE, 4)];
+        state.grants.push_back(both);
+    });
+    meta.ask(lookup()).await.expect("answered");
+    for ino in [1, 2] {
+        meta.change(commit(ino, meta.grant_number(Ino(ino)))).await.expect("committed");
+        let number = meta.grant_number(Ino(ino));
+        fake.set(|state| state.events.push((ino, recall(ino, number))));
+        until("it is given back", || meta.grant_number(Ino(ino)) == 0).await;
+    }
+    // The first commit is durable by now, which was not heard here.
+    fake.set(|state| state.durable = 1);
+    fake.kill();
+    soon("the next leader", meta.ask(lookup())).await.expect("answered");
+    let reclaimed = |ino| {
+        let named = |leases: &[(Ino, u8)]| leases.iter().any(|(named, _)| *named == Ino(ino));
+        fake.count(|op| matches!(op, Op::Reclaim { leases, .. } if named(leases))) > 0
+    };
+    assert_eq!((reclaimed(1), reclaimed(2)), (false, true));
+    assert_eq!(fake.sequences(), [1, 2], "each happened once");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_ledger_is_bounded_and_makes_room_by_syncing() {
     let Setup { fake, meta, .. } = with(Transport::Local, |config| config.ledger_max = 4).await;
     fake.set(|state| state.auto_sync = false);

@@ -134,6 +134,18 @@ impl Ledger {
         self.entries.values_mut().map(|entry| (&mut entry.op, entry.told.is_some()))
     }
 
+    /// What was answered and is not in the log of a leader that has the change of sequence `stored`, or nothing of ours if that is 0.
+    /// A log that was cut off has everything up to some place.
+    pub fn lost_ops_mut(&mut self, stored: u64) -> impl Iterator<Item = &mut Op> {
+        let last = self.entries.get(&stored).and_then(|entry| entry.place);
+        let told = self.entries.iter_mut().filter(|(_, entry)| entry.told.is_some());
+        let lost = told.filter(move |(seq, entry)| match (entry.place, last) {
+            (Some(place), Some(last)) => place > last,
+            _ => **seq > stored,
+        });
+        lost.map(|(_, entry)| &mut entry.op)
+    }
+
     /// The results of sequences up to this one are not needed any more.
     pub fn watermark(&self) -> u64 {
         self.entries.first_key_value().map_or(self.next, |(seq, _)| *seq) - 1
@@ -351,6 +363,27 @@ mod tests {
         ledger.answer(seq, Seq(150), &ok(), false);
         assert_eq!(ledger.needed(seq).expect("not broken"), None);
         assert_eq!(ledger.len(), 0);
+    }
+
+    #[test]
+    fn what_a_leader_has_lost_follows_from_the_last_change_that_it_has() {
+        let mut ledger = Ledger::new(10, 0);
+        for count in 1..=4 {
+            ledger.enter(Op::GrantIds { count }, false);
+        }
+        // The first one had to wait, the last one was not answered.
+        for (seq, place) in [(2, 7), (1, 8), (3, 9)] {
+            ledger.answer(seq, Seq(place), &ok(), true);
+        }
+        let mut grants = |stored| -> Vec<u32> {
+            let counts = ledger.lost_ops_mut(stored).map(|op| match op {
+                Op::GrantIds { count } => *count,
+                other => panic!("{other:?}"),
+            });
+            counts.collect()
+        };
+        assert_eq!((grants(0), grants(2), grants(1)), (vec![1, 2, 3], vec![1, 3], vec![3]));
+        assert_eq!((grants(3), grants(4)), (vec![], vec![]));
     }
 
     #[test]

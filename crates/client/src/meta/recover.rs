@@ -209,7 +209,7 @@ impl Shared {
         let Done::Session(info) = done else {
             return Err(Failed::Retry(unexpected("ResumeSession", &done)));
         };
-        let reclaim = info.reclaim;
+        let (reclaim, stored) = (info.reclaim, info.seq);
         let voided = {
             let mut state = self.state.lock();
             state.fence = reply.fence;
@@ -231,7 +231,7 @@ impl Shared {
         self.set_placement(info.placement.clone());
         *self.info.write() = Arc::new(info);
         if reclaim {
-            self.reclaim(&connection, reply.lease_epoch).await?;
+            self.reclaim(&connection, reply.lease_epoch, stored).await?;
         }
         while !self.retell_all(&connection).await? {
             if self.ended().is_some() {
@@ -269,9 +269,15 @@ impl Shared {
 
     /// Tells a new leader what this session holds; what it does not grant anew is taken from the keeper.
     ///
-    /// The right to write is reclaimed, even after the term, for files with commits that were answered and are not durable: what
-    /// others did after them is not durable either, and the commits have to be told again.
-    async fn reclaim(self: &Arc<Shared>, connection: &Connection, epoch: u32) -> Result<(), Failed> {
+    /// The right to write is reclaimed, even after the term, for files with commits that were answered and that this leader, which
+    /// has the changes up to `stored`, has lost: what others did after them is lost too, and the commits have to be told again. Not
+    /// so for those that it has: others may have got the right since, and would lose what they wrote under it.
+    async fn reclaim(
+        self: &Arc<Shared>,
+        connection: &Connection,
+        epoch: u32,
+        stored: u64,
+    ) -> Result<(), Failed> {
         let open = self.keeper().map(|keeper| keeper.open_inodes()).unwrap_or_default();
         let (old_epoch, held, asked) = {
             let mut state = self.state.lock();
@@ -283,7 +289,7 @@ impl Shared {
             let held = state.leases.take();
             state.leases.begin_epoch(epoch);
             let mut asked: HashMap<Ino, u8> = held.iter().map(|(ino, bits, _)| (*ino, *bits)).collect();
-            for (op, _) in state.ledger.ops_mut().filter(|(_, answered)| *answered) {
+            for op in state.ledger.lost_ops_mut(stored) {
                 if let Some((ino, _)) = grant_of(op) {
                     let bits = asked.entry(ino).or_default();
                     if *bits & (lease::WRITE | lease::SHARED) == 0 {

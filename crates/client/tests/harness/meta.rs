@@ -334,7 +334,7 @@ impl State {
             root: attr(Ino::ROOT),
             placement: self.placement.clone(),
             reclaim: self.reclaim,
-            seq: 0,
+            seq: self.results.last_key_value().map_or(0, |(seq, _)| *seq),
         }
     }
 }
