@@ -219,7 +219,12 @@ impl Vfs {
 
     /// Begins to commit the dirty files that are chosen.
     pub(crate) fn flush_dirty(&self, chosen: impl Fn(&File) -> bool) {
-        let dirty: Vec<Arc<Inode>> = self.0.dirty.lock().values().cloned().collect();
+        let dirty: Vec<Arc<Inode>> = {
+            let mut dirty = self.0.dirty.lock();
+            // What was cut off needs no commit.
+            dirty.retain(|_, node| node.lock().is_dirty());
+            dirty.values().cloned().collect()
+        };
         for node in dirty {
             if node.lock().file.as_ref().is_some_and(|file| file.is_dirty() && chosen(file)) {
                 self.start_flush(&node, true);

@@ -339,6 +339,23 @@ fn bytes_that_were_lost_are_not_left_in_the_kernels_pages() {
 }
 
 #[test]
+fn a_file_is_forgotten_though_all_that_was_written_to_it_was_cut_off() {
+    run(|world| async move {
+        let vfs = world.mount_with(quick(), Arc::new(NoHost)).await;
+        let (ino, opened) = create(&vfs, "file").await;
+        write(&vfs, ino, opened.fh, 0, vec![1; 10_000]).await;
+        let cut = SetAttr { size: Some(0), ..SetAttr::default() };
+        vfs.setattr(ino, Some(opened.fh), cut).await.unwrap();
+        close(&vfs, ino, opened.fh).await;
+        vfs.forget(ino, 1);
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        let before = world.calls.load(Ordering::Acquire);
+        vfs.getattr(ino, None).await.unwrap();
+        assert_eq!(world.calls.load(Ordering::Acquire) - before, 1, "it is asked for");
+    });
+}
+
+#[test]
 fn whoever_changes_content_takes_set_user_id_away() {
     run(|world| async move {
         let vfs = world.mount().await;
