@@ -52,9 +52,9 @@ impl Vfs {
         }
         // Writes that follow wait for this, so that it does not overtake them if the caller goes away.
         let changing = Changing::begin(&node).await;
-        let vfs = self.clone();
-        self.finish(async move {
-            let _changing = changing;
+        let (vfs, changed) = (self.clone(), node.clone());
+        let changing = async move {
+            let (_changing, node) = (changing, changed);
             if let Some(size) = set.size {
                 vfs.cut_overlay(&node, size..u64::MAX);
             }
@@ -89,11 +89,15 @@ impl Vfs {
                     protected,
                     vfs.0.config.extents_max,
                 );
+                // What the kernel keeps of the last page is zeros from here on.
+                file.told = size;
             }
             state.learn(meta, attr.clone(), vfs.is_current(asked, ino));
             Ok(vfs.answer(&state, attr))
-        })
-        .await
+        };
+        let answer = self.finish(changing).await?;
+        self.before_told(&node, &answer).await;
+        Ok(answer)
     }
 
     /// The target of a symlink.

@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::FutureExt;
-use torchfs_proto::attr::Kind;
+use torchfs_proto::attr::{Kind, SetAttr};
 use torchfs_proto::msg::meta::{FileLock, LockKind, LockType};
 use torchfs_proto::{Code, Ino, Result};
 use torchfs_vfs::{Caller, Config, Opened, Vfs};
 
 use crate::world::{
-    Kernel, Rng, WHO, World, append, close, content, create, find, names, read, rounds, run, run_with, until,
-    write,
+    Kernel, RDWR, Rng, WHO, World, append, close, content, create, find, names, read, rounds, run, run_with,
+    until, write,
 };
 
 const O_EXCL: i32 = 0o200;
@@ -37,6 +37,43 @@ fn what_one_mount_wrote_is_read_by_the_other_at_once() {
         close(&b, ino, on_b.fh).await;
         assert_eq!(content(&a, ino).await, content(&b, ino).await);
     });
+}
+
+/// The kernel fills the last page up with zeros, and shows them as soon as it hears of a greater length.
+#[test]
+fn pages_are_dropped_before_the_kernel_is_told_that_the_file_has_grown_elsewhere() {
+    for cut_here in [false, true] {
+        run(|world| async move {
+            let host = Arc::new(Kernel::default());
+            let a = world.mount_with(Config::default(), host.clone()).await;
+            let b = world.mount().await;
+            let (ino, on_b) = create(&b, "file").await;
+            write(&b, ino, on_b.fh, 0, vec![1; 10_000]).await;
+            close(&b, ino, on_b.fh).await;
+            if !cut_here {
+                let cut = SetAttr { size: Some(100), ..SetAttr::default() };
+                b.setattr(ino, None, cut).await.unwrap();
+            }
+            find(&a, Ino::ROOT, "file").await;
+            let on_a = a.open(ino, 0).await.unwrap();
+            assert!(!on_a.direct);
+            if cut_here {
+                let cut = SetAttr { size: Some(100), ..SetAttr::default() };
+                a.setattr(ino, None, cut).await.unwrap();
+            }
+            let on_b = b.open(ino, RDWR).await.unwrap();
+            append(&b, ino, on_b.fh, vec![2; 4_000]).await;
+            b.fsync(ino, on_b.fh, false).await.unwrap();
+            let told = match cut_here {
+                true => a.getattr(ino, None).await.unwrap(),
+                false => {
+                    a.setattr(ino, None, SetAttr { mode: Some(0o600), ..SetAttr::default() }).await.unwrap()
+                }
+            };
+            assert_eq!(told.attr.size, 4_100);
+            assert!(host.pages.lock().contains(&(ino, 0, 4_100)), "{:?}", host.pages.lock());
+        });
+    }
 }
 
 #[test]
