@@ -1,7 +1,8 @@
 //! Extended attributes: all of an inode's are fetched at once and kept under the lease on its attributes. Most inodes have
 //! none, which their attributes say, so that the kernel's question before each write costs nothing.
 //!
-//! POSIX ACLs are refused: permissions are mode, owner and group.
+//! POSIX ACLs are refused: permissions are mode, owner and group. So is all else that begins neither with `user.` nor with
+//! `trusted.` nor with `security.`: the kernel leaves who may touch `system.` to the file system.
 
 use std::sync::Arc;
 
@@ -14,7 +15,8 @@ use torchfs_proto::{Code, Fault, Ino, Result};
 use crate::policy::is_policy;
 use crate::{Caller, Vfs, unexpected};
 
-const ACL_PREFIX: &[u8] = b"system.posix_acl_";
+/// Those that the kernel asks for rights before it comes to us.
+const PREFIXES: [&[u8]; 3] = [b"user.", b"trusted.", b"security."];
 
 impl Vfs {
     /// One extended attribute.
@@ -115,11 +117,12 @@ impl Vfs {
 }
 
 fn check(name: &[u8]) -> Result<()> {
-    if name.starts_with(ACL_PREFIX) {
-        return Err(Fault::new(Code::Unsupported, "POSIX ACLs are not kept"));
-    }
     if name.len() > NAME_MAX {
         return Err(Code::Range.into());
     }
-    Ok(())
+    let kept = |prefix: &&[u8]| name.starts_with(prefix) && name.len() > prefix.len();
+    match is_policy(name) || PREFIXES.iter().any(kept) {
+        true => Ok(()),
+        false => Err(Fault::new(Code::Unsupported, "extended attributes of this kind are not kept")),
+    }
 }

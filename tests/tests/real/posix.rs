@@ -374,6 +374,24 @@ fn extended_attributes_are_kept_and_bounded() {
 }
 
 #[test]
+fn extended_attributes_of_kinds_that_nobody_guards_are_refused() {
+    let ground = Ground::new();
+    let f = ground.at("f");
+    fs::write(&f, "").unwrap();
+    for name in ["system.none", "none.none", "none"] {
+        assert_eq!(errno(sys::set_xattr(&f, name, b"1", 0)), libc::EOPNOTSUPP, "{name}");
+        assert_eq!(errno(sys::get_xattr(&f, name)), libc::EOPNOTSUPP, "{name}");
+        assert_eq!(errno(sys::remove_xattr(&f, name)), libc::EOPNOTSUPP, "{name}");
+    }
+    assert_eq!(sys::list_xattrs(&f).unwrap(), [""; 0]);
+    for name in ["user.kept", "trusted.kept", "security.kept"] {
+        sys::set_xattr(&f, name, b"1", 0).unwrap();
+        assert_eq!(sys::get_xattr(&f, name).unwrap(), b"1");
+        sys::remove_xattr(&f, name).unwrap();
+    }
+}
+
+#[test]
 fn links_count_and_symlinks_keep_their_text() {
     let ground = Ground::new();
     fs::write(ground.at("one"), "same").unwrap();
