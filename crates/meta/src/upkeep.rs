@@ -134,6 +134,9 @@ impl Meta {
                 }
                 let left = namespace::trim(&mut view, node.1, progress, self.config.trim_extents)?;
                 self.order(state, view, now)?;
+                if left.is_none() {
+                    state.trimmed(node);
+                }
                 Ok(left.map(|progress| Chore::Trim(node, progress)))
             }
             Chore::Unlock(node, session) => {

@@ -115,6 +115,20 @@ pub(crate) enum Chore {
     Empty(VolumeId),
 }
 
+impl State {
+    /// A cut of this file is over, or may be: how far the upkeep came with it says nothing of the next one, which may be at the
+    /// same place.
+    pub fn trimmed(&mut self, node: Node) {
+        for chore in &mut self.chores {
+            if let Chore::Trim(other, progress) = chore
+                && *other == node
+            {
+                *progress = Progress::default();
+            }
+        }
+    }
+}
+
 /// What one pass through the critical section came to.
 enum Step {
     Reply(Reply),
@@ -430,6 +444,9 @@ impl Meta {
         | namespace::First::Punch(ino, _, _)) = first;
         let seq = self.order(state, view, self.clock.now())?;
         state.rests.changed((volume, ino), seq, session);
+        if matches!(first, namespace::First::Trim(_)) {
+            state.trimmed((volume, ino));
+        }
         state.chores.extend(left.map(|ino| Chore::Trim((volume, ino), Progress::default())));
         Ok(Step::Again)
     }

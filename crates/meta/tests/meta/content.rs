@@ -386,6 +386,51 @@ fn a_large_truncation_is_seen_at_once_and_finished_after_a_crash() {
 }
 
 #[test]
+fn what_is_cut_off_twice_at_one_place_is_gone_twice() {
+    let world = World::with(Config { trim_extents: 4, ..Config::default() });
+    world.server(1);
+    let mut a = world.client();
+    let f = a.file(&world, "f");
+    let grant = a.open_write(&world, f);
+    while world.meta.run_chores(1) > 0 {}
+    let fill = |a: &mut Client| {
+        let ids = a.ids(&world, 100);
+        let new: Vec<NewBlock> = (0..100).map(|n| block(nth(ids, n), 10)).collect();
+        let write = |n| RangeOp::Write { offset: n * 20, len: 10, source: within(nth(ids, n), 0) };
+        a.call(&world, commit(f, grant, new, (0..100).map(write).collect())).unwrap();
+    };
+    let resize = |a: &mut Client, size| {
+        let set = SetAttr { size: Some(size), ..SetAttr::default() };
+        a.call(&world, Op::SetAttr { ino: f, set }).unwrap();
+    };
+    fill(&mut a);
+    // The upkeep has come half the way when the file is filled and cut again.
+    resize(&mut a, 25);
+    world.meta.run_chores(10);
+    assert!(world.meta.run_chores(0) > 0);
+    fill(&mut a);
+    resize(&mut a, 25);
+    while world.meta.run_chores(1) > 0 {}
+    resize(&mut a, 2_000);
+    assert_eq!(extents(&mut a, &world, f).0.len(), 2, "what was cut off is back");
+    // The same where two cuts are on the list at once: the first one to end does the work of both.
+    fill(&mut a);
+    resize(&mut a, 60);
+    resize(&mut a, 25);
+    world.meta.run_chores(8);
+    while a.getattr(&world, f).stored > 15 {
+        world.meta.run_chores(1);
+    }
+    assert!(world.meta.run_chores(0) > 0);
+    fill(&mut a);
+    resize(&mut a, 25);
+    while world.meta.run_chores(1) > 0 {}
+    resize(&mut a, 2_000);
+    assert_eq!(extents(&mut a, &world, f).0.len(), 2, "what was cut off is back");
+    assert_eq!(world.problems(), Vec::<String>::new());
+}
+
+#[test]
 fn a_copy_onto_a_fragmented_file_goes_as_far_as_a_batch_takes() {
     let world = World::new();
     world.server(1);
