@@ -160,6 +160,37 @@ fn the_state_is_built_anew_from_pairs_and_log_at_any_moment() {
 }
 
 #[test]
+fn pairs_that_the_database_lost_in_a_crash_are_brought_forward_again() {
+    let sandbox = Sandbox::new();
+    // Commits of pairs return before they are durable; here nothing makes them durable for seconds.
+    let settings = ["wal_writer_delay=10000ms", "autovacuum=off"];
+    let mut database = Database::prepare(&sandbox, "pg", &settings);
+    database.restart();
+    let url = database.create("torchfs");
+    let engine = Config { checkpoint_interval: Duration::from_secs(600), ..Config::default() };
+    let quiet = PostgresConfig { lease: Duration::from_secs(60), state_keys: 2, engine, ..config(&url) };
+    let engine = lead(&sandbox.folder("a"), quiet.clone()).unwrap();
+    let as_of = |database: &Database| database.sql("torchfs", "SELECT applied FROM torchfs_state");
+    store(&engine, "first", "1");
+    engine.checkpoint().unwrap();
+    for n in 0..5 {
+        store(&engine, &format!("second {n}"), "2");
+    }
+    let before = as_of(&database);
+    engine.checkpoint().unwrap();
+    assert_ne!(as_of(&database), before);
+    database.kill();
+    database.restart();
+    assert_eq!(as_of(&database), before, "the crash took nothing away");
+    store(&engine, "third", "3");
+    eventually("a checkpoint", || engine.checkpoint().map_err(|error| error.to_string()));
+    let state = pairs(&engine);
+    drop(engine);
+    let fresh = lead(&sandbox.folder("b"), quiet).unwrap();
+    assert!(pairs(&fresh) == state, "the pairs lack {} batches", before);
+}
+
+#[test]
 fn a_standby_follows_and_leads_when_the_leader_gives_up_the_lead() {
     let sandbox = Sandbox::new();
     let database = Database::start(&sandbox);

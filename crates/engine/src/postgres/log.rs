@@ -5,6 +5,8 @@
 //!   commit waiting.
 //! - Pairs are changed in bounded statements that check the fence. While a checkpoint is on its way they are a mixture, but
 //!   their place still is the old one: replaying the log from there overwrites every key of the mixture.
+//! - What was done to the pairs may be lost in a crash of the database, the last of it only. So each statement names the place
+//!   that it goes on from, and none goes on over another connection from where one before it ended.
 //! - Rows of the log go only when the pairs hold them.
 
 use std::collections::VecDeque;
@@ -43,7 +45,7 @@ pub struct PgLog {
     lease: Lease,
     /// The last place in the database's log.
     last: AtomicU64,
-    /// As of which place the pairs are.
+    /// As of which place the pairs were last.
     settled: AtomicU64,
     /// Bytes of the log and of the pairs in the database.
     bytes: [AtomicU64; 2],
@@ -218,7 +220,13 @@ impl PgLog {
     /// Brings the pairs from one place to another.
     fn change_pairs(&self, session: &mut Session, from: Seq, to: Seq, layer: &Layer) -> Result<()> {
         let mut changes = layer.iter().peekable();
+        let mut begun = false;
         loop {
+            if std::mem::replace(&mut begun, true) && !session.is_open() {
+                return Err(Error::Silent {
+                    what: "the connection was lost between changes of pairs".into(),
+                });
+            }
             let (mut gone, mut keys, mut values) = (Vec::new(), Vec::new(), Vec::new());
             let mut bytes = 0;
             while gone.len() + keys.len() < self.config.state_keys
@@ -235,11 +243,16 @@ impl PgLog {
                 }
             }
             let whole = changes.peek().is_none();
-            let place = if whole { to.0 } else { from.0 } as i64;
-            let row =
-                session.query_one(schema::CHANGE_PAIRS, &[&self.fence(), &place, &gone, &keys, &values])?;
+            let (place, before) = (if whole { to.0 } else { from.0 } as i64, from.0 as i64);
+            let row = session
+                .query_one(schema::CHANGE_PAIRS, &[&self.fence(), &place, &gone, &keys, &values, &before])?;
             if number(&row, 0)? == 0 {
-                return Err(Error::Deposed { what: "it has the pairs of the database".into() });
+                let head = Head::of(&session.query_one(schema::HEAD, &[])?)?;
+                return Err(match head.fence == self.writer.fence {
+                    // The next checkpoint asks again where they are.
+                    true => Error::Silent { what: format!("its pairs are not as of batch {from} any more") },
+                    false => Error::Deposed { what: "it has the pairs of the database".into() },
+                });
             }
             if whole {
                 return Ok(());
@@ -342,10 +355,8 @@ impl Log for PgLog {
     fn settle(&self, from: Seq, to: Seq, layer: &Layer) -> Result<()> {
         let mut session = self.slow.lock();
         let session = &mut *session;
-        let settled = match self.settled.load(Ordering::Acquire) {
-            u64::MAX => Seq(number(&session.query_one(schema::STATE, &[])?, 0)?),
-            known => Seq(known),
-        };
+        // Never from memory: a crash of the database may have taken what the last checkpoint brought.
+        let settled = Seq(number(&session.query_one(schema::STATE, &[])?, 0)?);
         self.settled.store(settled.0, Ordering::Release);
         // Leaders before this one may have left more to do than this checkpoint knows of.
         let settled = if settled < from { self.settle_from_log(session, settled, from)? } else { settled };

@@ -121,9 +121,10 @@ WHERE before < $2::bigint ORDER BY last_seq";
 /// As of which place the pairs are.
 pub const STATE: &str = "SELECT applied FROM torchfs_state";
 
-/// Changes pairs: fence, the place they are as of then, keys that go, keys and values that come. Says 1 if it happened.
+/// Changes pairs: fence, the place they are as of then, keys that go, keys and values that come, the place they are as of now.
+/// Says 1 if it happened.
 pub const CHANGE_PAIRS: &str = "
-WITH mine AS (UPDATE torchfs_state SET applied = $2 WHERE fence = $1 RETURNING fence),
+WITH mine AS (UPDATE torchfs_state SET applied = $2 WHERE fence = $1 AND applied = $6 RETURNING fence),
 gone AS (DELETE FROM torchfs_pair USING mine WHERE key = ANY ($3::bytea[])),
 come AS (
     INSERT INTO torchfs_pair (key, value) SELECT k, v FROM mine, unnest($4::bytea[], $5::bytea[]) AS pair (k, v)
@@ -141,12 +142,12 @@ WHERE before < $2::bigint + octet_length(key) ORDER BY key";
 pub const PAIRS_ABOUT: &str =
     "SELECT greatest(reltuples, 0)::bigint FROM pg_class WHERE oid = 'torchfs_pair'::regclass";
 
-/// Removes groups of the log: fence, up to this place, older than so many milliseconds.
+/// Removes groups of the log: fence, up to this place, older than so many milliseconds; none that the pairs do not hold.
 pub const PRUNE: &str = "
 DELETE FROM torchfs_log WHERE last_seq IN (
     SELECT last_seq FROM torchfs_log
     WHERE last_seq <= $2 AND written < now() - $3::double precision * interval '1 millisecond'
-        AND EXISTS (SELECT 1 FROM torchfs_state WHERE fence = $1)
+        AND last_seq <= (SELECT applied FROM torchfs_state WHERE fence = $1)
     ORDER BY last_seq LIMIT 10000)";
 
 /// How far this server is: address, place, bytes of its replica.

@@ -177,6 +177,11 @@ impl Session {
         self.judge(done)
     }
 
+    /// Whether the connection of the last statement is not known to be lost.
+    pub fn is_open(&self) -> bool {
+        self.open.as_ref().is_some_and(|open| !open.client.is_closed())
+    }
+
     /// Gives the connection up.
     pub fn reset(&mut self) {
         self.open = None;
@@ -222,7 +227,7 @@ impl Session {
     }
 
     fn connect(&mut self) -> Result<()> {
-        if self.open.as_ref().is_some_and(|open| !open.client.is_closed()) {
+        if self.is_open() {
             return Ok(());
         }
         self.open = None;
