@@ -6,8 +6,8 @@
 //!
 //! A signal (INTERRUPT) ends a wait for a lock at once. Any other operation gets `interrupt_grace` to end by itself
 //! first, since on a local disk it would not be interruptible at all, and programs with timers rely on that. Then the
-//! caller leaves with EINTR: an operation without effect is dropped, one with effect runs on unheard and what its
-//! reply would have handed out is taken back. What is dropped is dropped before the caller hears of it: an operation
+//! caller leaves with EINTR: an operation without effect is dropped, one with effect runs on unheard, what its
+//! reply would have handed out is taken back, and pages that the kernel would have dropped with it are dropped then. What is dropped is dropped before the caller hears of it: an operation
 //! for a lock takes back by itself what it may have got, and what the caller asks for next must come after that.
 //!
 //! # Invariants
@@ -33,9 +33,9 @@ use super::buffer::{Buffer, Pool};
 use super::device::{Device, Received, Sent};
 use super::init::{Agreed, Unfit, negotiate};
 use super::interrupt::{Interrupts, Ticket};
-use super::notify::Notifier;
+use super::notify::{Notice, Notifier};
 use super::reply::{Reply, Undo};
-use super::request::{Header, Malformed, Op, Request};
+use super::request::{Header, Malformed, Op, Request, SetAttr};
 use crate::metrics;
 use crate::{Error, FuseConfig};
 
@@ -252,7 +252,7 @@ impl<H: Handler> Reader<H> {
     }
 
     fn start(&self, header: Header, op: Op<'_>, payload: Bytes) {
-        let kind = Kind::of(&op);
+        let kind = Kind::of(&header, &op);
         let answer = Answer::new(&self.0, header.unique);
         let ticket = self.0.interrupts.enter(header.unique);
         let mut call = Arc::clone(&self.0.handler).call(header, op, payload);
@@ -273,16 +273,18 @@ impl<H: Handler> Reader<H> {
                 Ok(permit) => permit,
                 Err(_) => return answer.send(Reply::error(libc::ENOLCK)),
             },
-            Kind::Read | Kind::Change => match Arc::clone(&self.0.tasks).try_acquire_owned() {
-                Ok(permit) => permit,
-                Err(_) => {
-                    metrics::full().increment(1);
-                    match self.0.runtime.block_on(Arc::clone(&self.0.tasks).acquire_owned()) {
-                        Ok(permit) => permit,
-                        Err(_) => return,
+            Kind::Read | Kind::Change | Kind::Content(_) => {
+                match Arc::clone(&self.0.tasks).try_acquire_owned() {
+                    Ok(permit) => permit,
+                    Err(_) => {
+                        metrics::full().increment(1);
+                        match self.0.runtime.block_on(Arc::clone(&self.0.tasks).acquire_owned()) {
+                            Ok(permit) => permit,
+                            Err(_) => return,
+                        }
                     }
                 }
-            },
+            }
         };
         self.0.runtime.spawn(run(kind, call, answer, ticket, permit));
     }
@@ -318,10 +320,12 @@ enum Kind {
     Read,
     /// It changes something: runs to its end, heard or not.
     Change,
+    /// The same with the content of this inode: the kernel drops its pages when it hears of that, and else has to be told.
+    Content(u64),
 }
 
 impl Kind {
-    fn of(op: &Op<'_>) -> Kind {
+    fn of(header: &Header, op: &Op<'_>) -> Kind {
         match op {
             Op::Setlk { wait: true, .. } => Kind::LockWait,
             Op::Setlk { lock, .. } if lock.kind.cast_signed() != libc::F_UNLCK => Kind::Read,
@@ -338,6 +342,8 @@ impl Kind {
             | Op::Getlk(_)
             | Op::Access { .. }
             | Op::Lseek { .. } => Kind::Read,
+            Op::Fallocate { .. } | Op::Setattr(SetAttr { size: Some(_), .. }) => Kind::Content(header.nodeid),
+            Op::CopyFileRange { out_inode, .. } => Kind::Content(*out_inode),
             _ => Kind::Change,
         }
     }
@@ -361,15 +367,18 @@ async fn run<H: Handler>(
         return answer.send(reply);
     }
     drop(ticket);
-    if kind != Kind::Change {
+    if matches!(kind, Kind::LockWait | Kind::Read) {
         drop(call);
         return answer.send(Reply::error(libc::EINTR));
     }
-    let handler = Arc::clone(&answer.shared.handler);
+    let shared = Arc::clone(&answer.shared);
     answer.send(Reply::error(libc::EINTR));
     let reply = call.await;
+    if let Kind::Content(ino) = kind {
+        shared.notifier.post(Notice::Inode { ino, offset: Some(0), len: 0 });
+    }
     if !reply.undo.is_empty() {
-        handler.undo(reply.undo).await;
+        Arc::clone(&shared.handler).undo(reply.undo).await;
     }
 }
 

@@ -247,6 +247,29 @@ fn a_change_whose_caller_left_runs_on_and_its_reference_is_taken_back() {
 }
 
 #[test]
+fn pages_of_a_hole_whose_caller_left_are_dropped_when_it_is_there() {
+    let Some(stage) = Stage::with(quick(), LONG) else { return };
+    stage.toy.put("slow", &[1; 8192]);
+    let file = File::open(stage.at("slow")).unwrap();
+    let read = || {
+        let mut data = [9; 8192];
+        file.read_exact_at(&mut data, 0).unwrap();
+        data
+    };
+    assert!(read() == [1; 8192]);
+    let mut child = shell("exec fallocate -p -o 0 -l 8192 \"$1/slow\"", &stage.path);
+    until("fallocate waits", || stage.toy.waiting.load(Ordering::SeqCst) > 0);
+    signal(&child);
+    assert!(!ended(&mut child).success());
+    // Its own open has dropped them, too.
+    assert!(read() == [1; 8192]);
+    stage.toy.go.notify_one();
+    until("the hole is seen", || read() == [0; 8192]);
+    drop(file);
+    stage.end();
+}
+
+#[test]
 fn a_signal_does_not_disturb_what_ends_in_time() {
     let Some(stage) = Stage::with(FuseConfig { interrupt_grace: LONG, ..quick() }, Duration::ZERO) else {
         return;

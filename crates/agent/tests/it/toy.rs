@@ -29,7 +29,7 @@ pub struct Toy {
     pub waiting: AtomicUsize,
     /// Waiting operations that were dropped.
     pub dropped: AtomicUsize,
-    /// Lets a folder or file called `slow` be made.
+    /// Lets a folder or file called `slow` be made, or a file called that be emptied.
     pub go: Notify,
     pub payloads_on_a_page: AtomicUsize,
     pub lookups: AtomicUsize,
@@ -227,6 +227,14 @@ impl Handler for Toy {
                 self.go.notified().await;
                 drop(waiting);
                 Reply::create(&self.add(header.nodeid, b"slow", libc::S_IFREG | mode), 5, 0)
+            });
+        }
+        if matches!(op, Op::Fallocate { .. }) && self.name_of(header.nodeid) == b"slow" {
+            return Box::pin(async move {
+                let _waiting = Waiting::new(&self);
+                self.go.notified().await;
+                self.state.lock().nodes.get_mut(&header.nodeid).unwrap().data.fill(0);
+                Reply::done()
             });
         }
         if let Op::Mkdir { name: b"yields", mode, .. } = op {
