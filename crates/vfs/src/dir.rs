@@ -83,7 +83,11 @@ impl Vfs {
     pub async fn opendir(&self, ino: Ino) -> Result<Opened> {
         let node = self.node(ino);
         node.lock().handles += 1;
-        Ok(Opened { fh: self.new_handle(node, false, false, 0, None), direct: false, keep_cache: false })
+        Ok(Opened {
+            fh: self.new_handle(node, false, false, false, 0, None),
+            direct: false,
+            keep_cache: false,
+        })
     }
 
     /// Entries after a cookie (0 from the start), at most `want`; none at the end.

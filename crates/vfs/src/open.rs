@@ -21,6 +21,7 @@ use crate::read::ReadAhead;
 use crate::{Fh, Opened, Vfs, unexpected};
 
 pub(crate) const O_ACCMODE: i32 = 3;
+pub(crate) const O_WRONLY: i32 = 1;
 pub(crate) const O_EXCL: i32 = 0o200;
 pub(crate) const O_TRUNC: i32 = 0o1000;
 pub(crate) const O_APPEND: i32 = 0o2000;
@@ -31,6 +32,8 @@ pub(crate) const O_DSYNC: i32 = 0o10000;
 pub(crate) struct Handle {
     pub(crate) node: Arc<Inode>,
     pub(crate) writes: bool,
+    /// Reads and writes go past the kernel's pages.
+    pub(crate) direct: bool,
     /// Each write is durable before it returns.
     pub(crate) sync: bool,
     /// Errors of the file that happened before it was opened.
@@ -140,6 +143,7 @@ impl Vfs {
         &self,
         node: Arc<Inode>,
         writes: bool,
+        direct: bool,
         sync: bool,
         seen: u64,
         fresh: Option<(u64, u64)>,
@@ -148,6 +152,7 @@ impl Vfs {
         let handle = Handle {
             node,
             writes,
+            direct,
             sync,
             seen,
             wrote: AtomicBool::new(false),
@@ -200,7 +205,8 @@ impl Vfs {
             let version = state.attr.as_ref().map(|attr| attr.data_version);
             let size = state.view().map_or(0, |attr| attr.size);
             let file = state.file();
-            if !direct && !file.paged {
+            // What is mapped has pages however it was opened.
+            if !file.paged && (!direct || flags & O_ACCMODE != O_WRONLY) {
                 (file.paged, file.told) = (true, size);
             }
             let keep = !direct && version.is_some() && file.kernel_version == version;
@@ -210,7 +216,7 @@ impl Vfs {
             let fresh = version.filter(|_| !direct && !keep).map(|version| (version, file.forgotten));
             break (direct, file.errors, keep, fresh);
         };
-        let fh = self.new_handle(node.clone(), writes, flags & O_DSYNC != 0, seen, fresh);
+        let fh = self.new_handle(node.clone(), writes, direct, flags & O_DSYNC != 0, seen, fresh);
         Ok(Opened { fh, direct, keep_cache })
     }
 

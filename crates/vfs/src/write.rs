@@ -54,15 +54,16 @@ impl Vfs {
         }
         handle.wrote();
         let sync = flags.sync || handle.sync;
-        let at = loop {
+        let (at, told) = loop {
             let progress = node.progress.listen();
             let freed = self.0.budget.freed.listen();
             match self.buffer(&handle, offset, &data, flags)? {
-                Buffered::Done(at) => break at,
+                Buffered::Done(at) => break (at, None),
                 Buffered::Later => progress.await,
                 Buffered::NoRight => self.open_data(node, true).await?,
                 Buffered::Through => {
-                    break self.write_through(node, offset, data, flags).await?;
+                    let (at, told) = self.write_through(node, offset, data, flags).await?;
+                    break (at, Some(told));
                 }
                 Buffered::FileFull { all } => {
                     self.start_flush(node, all);
@@ -74,14 +75,23 @@ impl Vfs {
                 }
             }
         };
-        if flags.append {
-            self.drop_pages(node, at, u64::from(len)).await;
+        let len = u64::from(len);
+        if handle.direct && !flags.page_cache {
+            // The bytes went around the kernel's pages. What it read there meanwhile is older than they are.
+            if told.unwrap_or_else(|| self.drop_pages(node, at, len)) {
+                self.host_settled().await;
+            }
+        } else if at != offset {
+            // O_APPEND was set after the open. The kernel put the bytes where the file ended for it, and holds the lock of the last
+            // page until it is answered: that is not waited for.
+            let first = at.min(offset);
+            self.drop_pages(node, first, at.max(offset) + len - first);
         }
         if sync {
             self.sync_node(node).await?;
             handle.check()?;
         }
-        Ok(len)
+        Ok(len as u32)
     }
 
     /// Puts bytes into the buffer if that is allowed now.
@@ -156,7 +166,7 @@ impl Vfs {
             file.mtime = Some(now());
             file.dirty_since.get_or_insert_with(Instant::now);
             file.quiet_since = Instant::now();
-            // The kernel wrote into its pages and knows; what is appended goes around them, see below.
+            // The kernel wrote into its pages and knows; what goes around them, see below.
             file.told = file.told.max(end);
             let jobs = seal_blocks(file, offset, end, block, &self.0.budget);
             self.0.budget.adjust(before, file.overlay.dirty());
@@ -179,23 +189,23 @@ impl Vfs {
         Ok(Buffered::Done(at))
     }
 
-    /// The kernel does not put appended bytes into its pages. What it read there meanwhile is older than they are.
-    async fn drop_pages(&self, node: &Inode, at: u64, len: u64) {
-        if !node.lock().file.as_ref().is_some_and(|file| file.paged) {
-            return;
+    /// Has the kernel drop the pages of a range; false if it has none.
+    fn drop_pages(&self, node: &Inode, offset: u64, len: u64) -> bool {
+        let paged = node.lock().file.as_ref().is_some_and(|file| file.paged);
+        if paged {
+            self.0.host.invalidate_data(node.ino, offset, len);
         }
-        self.0.host.invalidate_data(node.ino, at, len);
-        self.host_settled().await;
+        paged
     }
 
-    /// Puts and commits at once.
+    /// Puts and commits at once. Tells where, and whether the kernel was told to drop its pages of it.
     async fn write_through(
         &self,
         node: &Arc<Inode>,
         offset: u64,
         data: Bytes,
         flags: WriteFlags,
-    ) -> Result<u64> {
+    ) -> Result<(u64, bool)> {
         let changing = Changing::begin(node).await;
         let (vfs, node) = (self.clone(), node.clone());
         self.finish(async move {
@@ -237,7 +247,10 @@ impl Vfs {
                     done => break done?,
                 }
             };
-            Ok(appended.first().copied().unwrap_or(offset))
+            let at = appended.first().copied().unwrap_or(offset);
+            // Even if the caller went away: nobody else knows that the bytes got there.
+            let told = !flags.page_cache && vfs.drop_pages(&node, at, data.len() as u64);
+            Ok((at, told))
         })
         .await
     }

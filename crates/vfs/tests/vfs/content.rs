@@ -83,6 +83,29 @@ fn what_was_put_on_a_server_that_is_removed_before_the_commit_is_put_again() {
     });
 }
 
+/// F_SETFL, as make does it to its output: the kernel writes through its pages, and holds the lock of the last one until it is answered.
+#[test]
+fn an_append_to_a_file_that_was_not_opened_for_appending_does_not_wait_for_the_kernel() {
+    run(|world| async move {
+        let kernel = Arc::new(Kernel::default());
+        let vfs = world.mount_with(Config::default(), kernel.clone()).await;
+        let (ino, opened) = create(&vfs, "file").await;
+        assert!(!opened.direct);
+        kernel.locked.store(true, Ordering::Release);
+        let flags = WriteFlags { append: true, ..WriteFlags::default() };
+        let append = |offset, text: &'static str| vfs.write(ino, opened.fh, offset, text.into(), flags);
+        assert_eq!(append(0, "one ").now_or_never().expect("at once"), Ok(4));
+        assert_eq!(append(4, "two ").now_or_never().expect("at once"), Ok(4));
+        assert_eq!(*kernel.pages.lock(), []);
+        // Where the file ended elsewhere for the kernel it wrote into pages of other bytes.
+        assert_eq!(append(2, "three ").now_or_never().expect("at once"), Ok(6));
+        assert_eq!(*kernel.pages.lock(), [(ino, 2, 12)]);
+        kernel.locked.store(false, Ordering::Release);
+        assert_eq!(read(&vfs, ino, opened.fh, 0, 100).await, b"one two three ");
+        close(&vfs, ino, opened.fh).await;
+    });
+}
+
 #[test]
 fn each_whole_block_of_a_large_write_is_put_at_once() {
     run(|world| async move {

@@ -76,6 +76,30 @@ fn pages_are_dropped_before_the_kernel_is_told_that_the_file_has_grown_elsewhere
     }
 }
 
+/// It dropped them before the write, and a reader may have brought old bytes back until the write was through.
+#[test]
+fn the_kernel_drops_its_pages_of_what_was_written_past_them() {
+    run(|world| async move {
+        let kernel = Arc::new(Kernel::default());
+        let (a, b) = (world.mount().await, world.mount_with(Config::default(), kernel.clone()).await);
+        let (ino, on_a) = create(&a, "file").await;
+        write(&a, ino, on_a.fh, 0, vec![1; 100_000]).await;
+        close(&a, ino, on_a.fh).await;
+        let reader = b.open(ino, 0).await.unwrap();
+        assert!(!reader.direct);
+        let on_a = a.open(ino, 2).await.unwrap();
+        let on_b = b.open(ino, 2).await.unwrap();
+        assert!(on_b.direct);
+        kernel.pages.lock().clear();
+        write(&b, ino, on_b.fh, 5000, vec![2; 10]).await;
+        assert_eq!(*kernel.pages.lock(), [(ino, 5000, 10)]);
+        for opened in [reader, on_b] {
+            close(&b, ino, opened.fh).await;
+        }
+        close(&a, ino, on_a.fh).await;
+    });
+}
+
 #[test]
 fn random_reads_and_writes_on_two_mounts_agree_with_an_array() {
     for seed in rounds(6) {

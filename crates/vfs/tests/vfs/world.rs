@@ -341,6 +341,8 @@ pub struct Kernel {
     pub kept: Mutex<Vec<(Ino, Bytes)>>,
     /// How often all entries were made to be asked for again.
     pub expired: AtomicU64,
+    /// It does not come to what it is told: a lock is in the way.
+    pub locked: AtomicBool,
 }
 
 impl Host for Kernel {
@@ -364,7 +366,10 @@ impl Host for Kernel {
     }
 
     fn settled(&self) -> Pin<Box<dyn Future<Output = ()> + Send>> {
-        Box::pin(std::future::ready(()))
+        match self.locked.load(Ordering::Acquire) {
+            true => Box::pin(std::future::pending()),
+            false => Box::pin(std::future::ready(())),
+        }
     }
 }
 
