@@ -7,8 +7,9 @@
 //! A signal (INTERRUPT) ends a wait for a lock at once. Any other operation gets `interrupt_grace` to end by itself
 //! first, since on a local disk it would not be interruptible at all, and programs with timers rely on that. Then the
 //! caller leaves with EINTR: an operation without effect is dropped, one with effect runs on unheard, what its
-//! reply would have handed out is taken back, and pages that the kernel would have dropped with it are dropped then. What is dropped is dropped before the caller hears of it: an operation
-//! for a lock takes back by itself what it may have got, and what the caller asks for next must come after that.
+//! reply would have handed out is taken back, and pages that the kernel would have dropped with it are dropped then.
+//! What is dropped is dropped before the caller hears of it: an operation for a lock takes back by itself what it may
+//! have got, and what the caller asks for next must come after that.
 //!
 //! # Invariants
 //! - Every request but FORGET is answered once: a panic or a dropped task answers EIO.
