@@ -620,6 +620,9 @@ fn check(server: ServerId, piece: &NewPiece) -> Result<()> {
     if torchfs_proto::chunk::stored_len(chunks) != len {
         return Err(invalid("the payload is not as long as its chunks".to_owned()));
     }
+    if !store::are_numbers(*first, chunks.len()) {
+        return Err(invalid("there are no chunks of such numbers".to_owned()));
+    }
     store::check_parts(*block, *first, chunks, payload.iter().map(|part| &part[..]))
         .map_err(|e| corrupted_on_the_way(*block, piece.piece, server, &e))
 }

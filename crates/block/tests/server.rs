@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use torchfs_block::server::{BlockServer, Config, DiskName};
 use torchfs_block::store;
-use torchfs_codec::{Compression, decode_chunk, encode};
+use torchfs_codec::{Compression, Encoded, decode_chunk, encode};
 use torchfs_disk::SimDisk;
 use torchfs_proto::chunk::ChunkInfo;
 use torchfs_proto::msg::block::{Op, Reply, Request, method};
@@ -123,6 +123,15 @@ async fn bad_requests(to: &Connection) {
     let other = put_chunks(to, 8, encoded.chunks, bytes).await.unwrap_err();
     assert_eq!(other.code, Code::Corrupt, "chunks of another block");
     assert_eq!(put_chunks(to, 7, Vec::new(), Bytes::new()).await.unwrap_err().code, Code::Invalid);
+    // Chunks with numbers that do not exist; as many as there are threads that might trip over them.
+    let large = data(7, 1 << 20);
+    for _ in 0..6 {
+        let Encoded { chunks, .. } = encode(id(7), std::slice::from_ref(&large), Compression::None).unwrap();
+        let (block, layout, group_version) = (id(7), LayoutId(1), 0);
+        let op = Op::Put { block, piece: 0, layout, group_version, chunks, first: u32::MAX };
+        assert_eq!(ask(to, op, large.clone()).await.unwrap_err().code, Code::Invalid);
+    }
+    put(to, 77, &large).await.unwrap();
     assert_eq!(get(to, 7, 0, 1).await.unwrap_err().code, Code::Gone);
 
     let call = Call::new(method::BLOCK, vec![0xff; 40], Duration::from_secs(60));

@@ -44,7 +44,7 @@ use torchfs_proto::{BlockId, ClusterId, IdRange, LayoutId, ServerId};
 
 pub use cursor::Cursor;
 pub use read::{Body, Found, Stat};
-pub(crate) use read::{check_chunks, check_parts};
+pub(crate) use read::{are_numbers, check_chunks, check_parts};
 
 use crate::{Error, Result};
 use index::Index;
@@ -309,6 +309,9 @@ impl Shared {
         };
         if piece.chunks.is_empty() || piece.chunks.len() > MAX_CHUNKS {
             return Err(invalid("a piece has between one and 256 chunks"));
+        }
+        if !are_numbers(piece.first, piece.chunks.len()) {
+            return Err(invalid("there are no chunks of such numbers"));
         }
         if !piece.chunks.iter().all(torchfs_codec::plausible) {
             return Err(invalid("a chunk's lengths or codec make no sense"));

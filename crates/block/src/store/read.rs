@@ -433,6 +433,11 @@ impl Recent {
     }
 }
 
+/// Whether so many chunks from this one on can have numbers.
+pub(crate) fn are_numbers(first: u32, chunks: usize) -> bool {
+    u64::from(first) + (chunks as u64) < u64::from(u32::MAX)
+}
+
 /// Checks stored bytes against their chunks.
 pub(crate) fn check_chunks(
     block: BlockId,
