@@ -243,16 +243,16 @@ impl Store {
     /// Reads the headers of all segments and has those written again that cannot be read any more: without its header
     /// nothing in a segment is found at the next start. Answers how many were bad.
     pub fn verify_headers(&self) -> Result<u64> {
+        // No segment is held meanwhile: whoever needs one would find none.
         let segments: Vec<_> =
-            self.shared.index.read().segments.values().map(|s| (s.header, s.file.clone())).collect();
+            self.shared.index.read().segments.values().map(|s| (s.header, s.file.file.clone())).collect();
         let mut bad = 0;
         for (header, file) in segments {
-            let whole = header_is_whole(&*file.file, &header);
+            let whole = header_is_whole(&*file, &header);
             if whole.map_err(|e| self.shared.io("read a segment's header", e))? {
                 continue;
             }
-            // The writer looks again: it may just have written another one. It may not do so while a range is held.
-            drop(file);
+            // The writer looks again: it may just have written another one.
             bad += u64::from(self.wait(|done| Op::Header(header.number, done))?);
         }
         Ok(bad)
@@ -281,8 +281,9 @@ impl Store {
         if self.failure().is_some() {
             return;
         }
-        let held = self.shared.index.read().segments.values().next_back().map(|s| (s.header, s.file.clone()));
-        let Some((header, _held)) = held else { return };
+        let Some(header) = self.shared.index.read().segments.values().next_back().map(|s| s.header) else {
+            return;
+        };
         let probe = || -> std::io::Result<()> {
             let file = self.shared.disk.open(&super::writer::segment_name(header.number))?;
             let mut slots = AlignedBuf::with_len(2 * PAGE as usize);

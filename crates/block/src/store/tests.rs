@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod faults;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

@@ -1,0 +1,112 @@
+//! Disks that fail in part: a sync, a place that cannot be read, a slow read at the wrong moment.
+
+use std::io;
+use std::sync::{OnceLock, Weak};
+
+use torchfs_proto::disk::{DiskFile, Space};
+
+use super::*;
+
+/// A disk that does something when a header is read around the page cache.
+struct Hooked {
+    disk: SimDisk,
+    hook: Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>,
+}
+
+struct HookedFile {
+    file: Arc<dyn DiskFile>,
+    hook: Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>,
+}
+
+impl Hooked {
+    fn file(&self, file: io::Result<Arc<dyn DiskFile>>) -> io::Result<Arc<dyn DiskFile>> {
+        Ok(Arc::new(HookedFile { file: file?, hook: self.hook.clone() }))
+    }
+}
+
+impl Disk for Hooked {
+    fn open(&self, name: &str) -> io::Result<Arc<dyn DiskFile>> {
+        self.file(self.disk.open(name))
+    }
+
+    fn create(&self, name: &str) -> io::Result<Arc<dyn DiskFile>> {
+        self.file(self.disk.create(name))
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        self.disk.rename(from, to)
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        self.disk.remove(name)
+    }
+
+    fn list(&self) -> io::Result<Vec<String>> {
+        self.disk.list()
+    }
+
+    fn sync_names(&self) -> io::Result<()> {
+        self.disk.sync_names()
+    }
+
+    fn space(&self) -> io::Result<Space> {
+        self.disk.space()
+    }
+}
+
+impl DiskFile for HookedFile {
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        self.file.read_at(buf, offset)
+    }
+
+    fn read_direct_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        if let Some(hook) = self.hook.get().filter(|_| offset < 8192) {
+            hook();
+        }
+        self.file.read_at(buf, offset)
+    }
+
+    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        self.file.write_at(bytes, offset)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.file.sync()
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        self.file.len()
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.file.set_len(len)
+    }
+
+    fn preallocate(&self, len: u64) -> io::Result<()> {
+        self.file.preallocate(len)
+    }
+}
+
+#[test]
+fn looking_at_headers_takes_no_segment_away_from_those_who_need_one() {
+    let hook = Arc::new(OnceLock::new());
+    let disk = Hooked { disk: SimDisk::new(0), hook: hook.clone() };
+    let config = Config { capacity: Some(6 * (64 << 10)), ..config() };
+    let store = Arc::new(Store::open(Arc::new(disk), config).unwrap());
+    let stored = (0..).find(|counter| store.put(new_piece(*counter, false)).is_err()).unwrap();
+    let weak: Weak<Store> = Arc::downgrade(&store);
+    let deleted = Arc::new(Mutex::new(0));
+    let count = deleted.clone();
+    // Each tombstone takes a page: soon the active segment is full, and only the reserve is left.
+    let delete = move || {
+        let store = weak.upgrade().unwrap();
+        let mut done = count.lock();
+        while *done < 4.min(stored) {
+            store.delete(vec![id(*done)]).unwrap();
+            *done += 1;
+        }
+    };
+    assert!(hook.set(Box::new(delete)).is_ok());
+    store.verify_headers().unwrap();
+    assert_eq!(*deleted.lock(), 4);
+}
