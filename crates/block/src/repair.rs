@@ -138,7 +138,7 @@ impl Repair {
             let name = (piece.block, piece.piece);
             // At least one, so that whoever comes back with the answer gets on.
             let late = pieces > 0 && self.scrubbing.wait(u64::from(piece.stored), rate, until).await.is_err();
-            if late || Instant::now() >= until {
+            if late || (pieces > 0 && Instant::now() >= until) {
                 next = last;
                 break;
             }
@@ -457,6 +457,27 @@ impl Pace {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn a_scrub_without_time_reads_one_piece_and_does_not_say_that_it_is_done() {
+        let disk = Arc::new(torchfs_disk::SimDisk::new(0));
+        let server = BlockServer::over(disk, crate::server::Config::default()).unwrap();
+        for counter in 0..3 {
+            let block = BlockId { incarnation: 1, counter };
+            let encoded = torchfs_codec::encode(block, &[Bytes::from_static(b"some")], Default::default());
+            let torchfs_codec::Encoded { chunks, payload } = encoded.unwrap();
+            let layout = torchfs_proto::LayoutId(1);
+            let piece = NewPiece { block, piece: 0, layout, first: 0, chunks, payload };
+            server.put(Flow::Background, piece).await.unwrap();
+        }
+        let (mut after, mut read) = (None, 0);
+        for _ in 0..3 {
+            let reply = server.repair.scrub(&server, after, 10, 0, Instant::now()).await.unwrap();
+            let Reply::Scrubbed { after: next, pieces, .. } = reply else { panic!("{reply:?}") };
+            (after, read) = (next, read + pieces);
+        }
+        assert_eq!(read, 3);
+    }
 
     #[tokio::test]
     async fn a_raised_rate_holds_at_once() {

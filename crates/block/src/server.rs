@@ -106,7 +106,7 @@ pub struct BlockServer {
     pub(crate) config: Config,
     sessions: Sessions,
     versions: Versions,
-    repair: Repair,
+    pub(crate) repair: Repair,
     // Ends before the disks do.
     watch: Watch,
 }
