@@ -144,8 +144,7 @@ impl<'a> Scrub<'a> {
     /// Reads what the time that has passed allows.
     fn go_on(&mut self, passed: Duration, wait: impl Fn() -> bool) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        let resting = self.cursor.after.is_none() && now < self.cursor.began_secs + self.every.as_secs();
-        if self.rate == 0 || (resting && self.cursor.began_secs > 0) {
+        if self.rate == 0 || rests(&self.cursor, now, self.every) {
             return;
         }
         let more = i64::try_from(u128::from(self.rate) * passed.as_millis() / 1000).unwrap_or(i64::MAX);
@@ -198,5 +197,26 @@ impl<'a> Scrub<'a> {
         {
             tracing::warn!(disk = self.disk.name.path, %error, "cannot remember how far the scrub has come");
         }
+    }
+}
+
+/// Whether it is too early for the next scrub. One that began in the future was noted by a clock that was wrong.
+fn rests(cursor: &Cursor, now_secs: u64, every: Duration) -> bool {
+    let ends = cursor.began_secs.saturating_add(every.as_secs());
+    cursor.after.is_none() && cursor.began_secs > 0 && (cursor.began_secs..ends).contains(&now_secs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scrub_that_a_wrong_clock_began_in_the_future_is_begun_again() {
+        let every = Duration::from_secs(100);
+        let rests = |began_secs, now| rests(&Cursor { after: None, began_secs }, now, every);
+        assert!(!rests(0, 50), "there was none yet");
+        assert!(rests(1_000, 1_000) && rests(1_000, 1_099));
+        assert!(!rests(1_000, 1_100));
+        assert!(!rests(1_000, 999) && !rests(u64::MAX, 1_000));
     }
 }
