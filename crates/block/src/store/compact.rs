@@ -169,7 +169,7 @@ impl Writer {
             What::Tombs(tombs) => {
                 let needed: Vec<Tomb> = {
                     let index = self.shared.index.read();
-                    let needs = |t: &Tomb| index.needs_tomb(&t.key, from.victim, &from.dead_here);
+                    let needs = |t: &Tomb| index.needs_tomb(t, from.victim, &from.dead_here);
                     tombs.into_iter().filter(needs).collect()
                 };
                 debug_assert!(needed.len() <= MAX_TOMBS);

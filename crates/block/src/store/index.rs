@@ -22,7 +22,7 @@ use std::sync::Arc;
 use torchfs_proto::disk::{Advice, DiskFile};
 use torchfs_proto::{BlockId, IdRange, LayoutId};
 
-use super::format::{GRAIN, Place, SegmentHeader, Span, TOMB_ENTRY, piece_span};
+use super::format::{GRAIN, Place, SegmentHeader, Span, TOMB_ENTRY, Tomb, piece_span};
 
 /// A piece's name in 16 bytes; their order is the order of ids.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
@@ -87,8 +87,9 @@ pub fn footprint(start: u64, end: u64) -> u64 {
 struct Dead {
     /// How many such records.
     records: u32,
-    /// The segment of the tombstone, if the death was a delete and not a rewrite.
-    tomb: Option<u32>,
+    /// The segment of the tombstone and its place in the order, if the death was a delete and not a rewrite. Only the last
+    /// one of a key counts: records may be younger than those before it.
+    tomb: Option<(u32, u64)>,
 }
 
 /// A segment and how much of it lives.
@@ -248,19 +249,19 @@ impl Index {
     }
 
     /// A tombstone of this piece is durable in the given segment.
-    pub fn delete(&mut self, key: Key, tomb_segment: u32) {
-        self.mark_good(&key);
-        if let Some(old) = self.live.remove(&key) {
-            self.replaced(key, &old);
+    pub fn delete(&mut self, tomb: &Tomb, segment: u32) {
+        self.mark_good(&tomb.key);
+        if let Some(old) = self.live.remove(&tomb.key) {
+            self.replaced(tomb.key, &old);
         }
-        self.set_tomb(key, tomb_segment);
+        self.set_tomb(tomb, segment);
     }
 
-    /// The tombstone of a key is in this segment from now on, if one is needed.
-    pub fn set_tomb(&mut self, key: Key, segment: u32) {
-        let Some(dead) = self.dead.get_mut(&key) else { return };
-        let before = dead.tomb.replace(segment);
-        if let Some(before) = before.and_then(|number| self.segments.get_mut(&number)) {
+    /// The last tombstone of a key is in this segment from now on, if one is needed.
+    pub fn set_tomb(&mut self, tomb: &Tomb, segment: u32) {
+        let Some(dead) = self.dead.get_mut(&tomb.key) else { return };
+        let before = dead.tomb.replace((segment, tomb.seq));
+        if let Some(before) = before.and_then(|(number, _)| self.segments.get_mut(&number)) {
             before.tombs = before.tombs.saturating_sub(TOMB_ENTRY as u64);
         }
         if let Some(segment) = self.segments.get_mut(&segment) {
@@ -279,9 +280,10 @@ impl Index {
 
     /// Whether a tombstone that lies in this segment must be kept when the segment is wiped: a record that it buries is
     /// somewhere else.
-    pub fn needs_tomb(&self, key: &Key, segment: u32, dead_here: &HashMap<Key, u32>) -> bool {
-        self.dead.get(key).is_some_and(|dead| {
-            dead.tomb == Some(segment) && dead.records > dead_here.get(key).copied().unwrap_or(0)
+    pub fn needs_tomb(&self, tomb: &Tomb, segment: u32, dead_here: &HashMap<Key, u32>) -> bool {
+        self.dead.get(&tomb.key).is_some_and(|dead| {
+            let elsewhere = dead.records > dead_here.get(&tomb.key).copied().unwrap_or(0);
+            dead.tomb == Some((segment, tomb.seq)) && elsewhere
         })
     }
 
@@ -292,8 +294,9 @@ impl Index {
             return false;
         }
         let here = self.dead_in(number);
-        let own = here.keys().filter(|key| {
-            self.dead.get(key).is_some_and(|d| d.tomb == Some(number)) && !self.needs_tomb(key, number, &here)
+        let own = here.iter().filter(|(key, records)| {
+            let dead = self.dead.get(key);
+            dead.is_some_and(|d| d.tomb.is_some_and(|(at, _)| at == number) && d.records <= **records)
         });
         segment.tombs == own.count() as u64 * TOMB_ENTRY as u64
     }
@@ -307,7 +310,7 @@ impl Index {
             if entry.records == 0 {
                 let tomb = entry.tomb;
                 self.dead.remove(&key);
-                if let Some(segment) = tomb.and_then(|number| self.segments.get_mut(&number)) {
+                if let Some(segment) = tomb.and_then(|(number, _)| self.segments.get_mut(&number)) {
                     segment.tombs = segment.tombs.saturating_sub(TOMB_ENTRY as u64);
                 }
             }
@@ -322,8 +325,8 @@ impl Index {
             *live.entry(entry.segment).or_default() += entry.footprint();
         }
         let mut tombs = HashMap::<u32, u64>::new();
-        for tomb in self.dead.values().filter_map(|dead| dead.tomb) {
-            *tombs.entry(tomb).or_default() += TOMB_ENTRY as u64;
+        for (segment, _) in self.dead.values().filter_map(|dead| dead.tomb) {
+            *tombs.entry(segment).or_default() += TOMB_ENTRY as u64;
         }
         let mut records = HashMap::<Key, u32>::new();
         for (number, segment) in &self.segments {

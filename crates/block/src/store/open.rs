@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 use parking_lot::{Condvar, Mutex, RwLock};
 use torchfs_proto::disk::{Disk, DiskFile};
 
-use super::format::{DATA, GRAIN, PAGE, PieceHeader, Record, Refused, SegmentHeader, Use, What};
+use super::format::{DATA, GRAIN, PAGE, PieceHeader, Record, Refused, SegmentHeader, Tomb, Use, What};
 use super::index::{Index, Key, Segment};
 use super::scan::{Step, Walk};
 use super::writer::{Writer, entry, segment_name};
@@ -277,10 +277,11 @@ impl Opening<'_> {
             }
         }
         for (key, (seq, segment)) in std::mem::take(&mut self.found.tombs) {
+            let tomb = Tomb { key, seq };
             if self.found.order.get(&key).is_some_and(|(put, _)| *put < seq) {
-                self.found.index.delete(key, segment);
+                self.found.index.delete(&tomb, segment);
             } else {
-                self.found.index.set_tomb(key, segment);
+                self.found.index.set_tomb(&tomb, segment);
             }
         }
         // If only the process died, what was read may not be durable yet. Records lie in an open segment then, and a

@@ -314,10 +314,10 @@ impl Writer {
                     }
                 }
                 What::Tombs(tombs) if batch.moves => {
-                    tombs.iter().for_each(|tomb| index.set_tomb(tomb.key, segment));
+                    tombs.iter().for_each(|tomb| index.set_tomb(tomb, segment));
                 }
                 What::Tombs(tombs) => {
-                    tombs.iter().for_each(|tomb| index.delete(tomb.key, segment));
+                    tombs.iter().for_each(|tomb| index.delete(tomb, segment));
                     self.look_again = true;
                     self.nothing_to_gain = false;
                     self.shared.full.store(false, Ordering::Relaxed);

@@ -7,6 +7,43 @@ use torchfs_proto::disk::{DiskFile, Space};
 
 use super::*;
 
+#[test]
+fn a_tombstone_that_was_carried_over_does_not_stand_for_a_later_one() {
+    let disk = SimDisk::new(0);
+    let mut rig = Rig::open(&disk, config()).unwrap();
+    let mut next = 1;
+    // Puts until another segment is the active one.
+    let mut fill = |rig: &mut Rig| {
+        let (active, first) = (rig.writer.active, next);
+        while rig.writer.active == active {
+            rig.put(next, false).unwrap();
+            next += 1;
+        }
+        // The last one is in the next segment.
+        (first..next - 1).collect::<Vec<u64>>()
+    };
+    rig.put(0, false).unwrap();
+    fill(&mut rig);
+    rig.delete(&[0]).unwrap();
+    let second = fill(&mut rig);
+    rig.put(0, false).unwrap();
+    fill(&mut rig);
+    // The first tombstone moves to where the second one will be.
+    rig.delete(&second).unwrap();
+    (0..100).for_each(|_| assert!(rig.writer.maintain() || rig.writer.emptying.is_none()));
+    // So much lives between the two that they are not carried over in one step.
+    (1_000..1_005).for_each(|counter| rig.put(counter, false).unwrap());
+    rig.delete(&[0]).unwrap();
+    let fourth = fill(&mut rig);
+    rig.delete(&fourth).unwrap();
+    (0..100).for_each(|_| assert!(rig.writer.maintain() || rig.writer.emptying.is_none()));
+    rig.check(0, false, false);
+    rig.store.shared.index.read().audit();
+    let rig = Rig::open(&disk.crash(), config()).unwrap();
+    rig.store.shared.index.read().audit();
+    rig.check(0, false, false);
+}
+
 /// A disk that does something when a header is read around the page cache.
 struct Hooked {
     disk: SimDisk,
