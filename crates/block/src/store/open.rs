@@ -2,8 +2,12 @@
 //!
 //! Only the last batch can be torn, since a batch is written after the one before was synced. Its pieces are read and
 //! checked; what is torn is wiped, so that no later start takes it for whole. Everything else is taken by its header.
+//!
+//! After a failed sync the page cache shows what the disk does not hold, and takes it for written. So the last thing that was
+//! written, a batch or a segment's header, is written again as it is.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32};
@@ -89,6 +93,8 @@ struct Found {
     tombs: HashMap<Key, (u64, u32)>,
     /// Pieces of the highest batch so far: the last one may be torn.
     last: Vec<Piece>,
+    /// Where that batch lies.
+    last_at: (u32, Range<u64>),
 }
 
 /// A piece's record.
@@ -232,9 +238,14 @@ impl Opening<'_> {
     }
 
     fn take(&mut self, segment: u32, record: Record) {
+        let end = record.what.span(record.offset).end;
         let Record { offset, batch, what, .. } = record;
+        if batch == self.found.batch {
+            self.found.last_at.1.end = end;
+        }
         if batch > self.found.batch {
             self.found.batch = batch;
+            self.found.last_at = (segment, offset..end);
             for piece in std::mem::take(&mut self.found.last) {
                 self.found.take(piece);
             }
@@ -284,6 +295,7 @@ impl Opening<'_> {
                 self.found.index.set_tomb(&tomb, segment);
             }
         }
+        self.write_again().map_err(|e| opening_error(self.config, "write the last batch again", e))?;
         // If only the process died, what was read may not be durable yet. Records lie in an open segment then, and a
         // segment that was just freed must not come back.
         for segment in self.found.index.segments.values() {
@@ -292,6 +304,30 @@ impl Opening<'_> {
             }
         }
         Ok(self.found)
+    }
+
+    /// Writes what was written last again as it is; the sync after it makes it durable. A failed sync latches the disk, so
+    /// there is one such thing at most.
+    fn write_again(&self) -> std::io::Result<()> {
+        let segments = &self.found.index.segments;
+        let unsealed = || segments.values().filter(|s| !matches!(s.header.state, Use::Sealed(_)));
+        if let Some(Segment { header, file, .. }) = unsealed().max_by_key(|s| s.header.generation) {
+            file.file.write_at(&header.encode(), header.revision % 2 * PAGE)?;
+        }
+        let (number, range) = &self.found.last_at;
+        let Some(segment) = unsealed().find(|s| s.header.number == *number) else { return Ok(()) };
+        let file = &*segment.file.file;
+        let end = range.end.next_multiple_of(PAGE);
+        let mut page = vec![0; PAGE as usize];
+        for at in (range.start - range.start % PAGE..end).step_by(page.len()) {
+            match file.read_at(&mut page, at) {
+                Ok(got) => file.write_at(&page[..got], at)?,
+                // What cannot be read was not written just now.
+                Err(error) if error.raw_os_error().is_some() => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     fn is_whole(&self, file: &dyn DiskFile, piece: &Piece) -> std::io::Result<bool> {

@@ -7,6 +7,59 @@ use torchfs_proto::disk::{DiskFile, Space};
 
 use super::*;
 
+/// What is done one after the other in the life below.
+#[derive(Clone, Copy)]
+enum Step {
+    Put(u64),
+    Delete(u64),
+    Maintain,
+}
+
+#[test]
+fn what_a_failed_sync_left_in_memory_is_durable_after_the_next_start() {
+    let puts = |from| (from..from + 30).map(Step::Put);
+    let deletes = (0..30).filter(|c| c % 5 > 0).map(Step::Delete);
+    let steps: Vec<Step> =
+        puts(0).chain(deletes).chain([Step::Maintain; 40]).chain(puts(100)).chain(puts(200)).collect();
+    // The same life over and over, with a later sync failing each time.
+    for sync in 0.. {
+        let mut disk = SimDisk::new(sync);
+        let mut rig = Rig::open(&disk, config()).unwrap();
+        disk.fail(DiskOp::Sync, sync, libc::EIO);
+        let mut model = BTreeMap::new();
+        let mut failed = false;
+        for step in &steps {
+            let run = |rig: &mut Rig| match step {
+                Step::Put(counter) => rig.put(*counter, false),
+                Step::Delete(counter) => rig.delete(&[*counter]).map(|_| ()),
+                Step::Maintain => {
+                    rig.writer.maintain();
+                    Ok(())
+                }
+            };
+            if run(&mut rig).is_err() {
+                // The process starts again as the message says, and whoever was refused comes again.
+                failed = true;
+                disk = disk.crash();
+                rig = Rig::open(&disk, config()).unwrap();
+                run(&mut rig).unwrap();
+            }
+            match step {
+                Step::Put(counter) => model.insert(*counter, true),
+                Step::Delete(counter) => model.insert(*counter, false),
+                Step::Maintain => None,
+            };
+        }
+        if !failed {
+            assert!(sync > 120, "the life has only {sync} syncs");
+            break;
+        }
+        let rig = Rig::open(&disk.power_cut(sync), config()).unwrap();
+        rig.store.shared.index.read().audit();
+        model.iter().for_each(|(counter, there)| rig.check(*counter, false, *there));
+    }
+}
+
 #[test]
 fn a_tombstone_that_was_carried_over_does_not_stand_for_a_later_one() {
     let disk = SimDisk::new(0);
