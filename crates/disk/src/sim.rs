@@ -14,9 +14,10 @@
 //!   was kept.
 //!
 //! # Not here
-//! - Sectors that are torn within themselves, and bits that rot: tests write damage with `write_at`.
+//! - Sectors that are torn within themselves, and bits that rot: tests write damage with `write_at`; what cannot be read at all
+//!   is made with [`SimDisk::spoil`].
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
 
@@ -127,6 +128,15 @@ impl SimDisk {
         self.state.lock().faults.push(Fail { op, skip, errno });
     }
 
+    /// The page at this offset of a file cannot be read any more, until it is written anew.
+    pub fn spoil(&self, name: &str, offset: u64) {
+        let mut state = self.state.lock();
+        let id = state.names.get(name).copied();
+        if let Some(file) = id.and_then(|id| state.files.get_mut(&id)) {
+            file.spoiled.insert(offset as usize / PAGE);
+        }
+    }
+
     /// Limits the space; what is there stays even if it is more.
     pub fn set_capacity(&self, bytes: u64) {
         self.state.lock().capacity = bytes;
@@ -223,9 +233,12 @@ struct SimFile {
 impl DiskFile for SimFile {
     fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
         let state = self.disk.on()?;
-        let bytes = &state.file(self.id)?.bytes;
+        let FileState { bytes, spoiled, .. } = state.file(self.id)?;
         let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
         let n = buf.len().min(bytes.len() - start);
+        if n > 0 && spoiled.range(start / PAGE..(start + n).div_ceil(PAGE)).next().is_some() {
+            return Err(io::Error::from_raw_os_error(libc::EIO));
+        }
         buf[..n].copy_from_slice(&bytes[start..start + n]);
         Ok(n)
     }
@@ -307,6 +320,8 @@ struct FileState {
     lengths: Vec<usize>,
     /// Which pages take space.
     pages: Vec<bool>,
+    /// Pages that cannot be read.
+    spoiled: BTreeSet<usize>,
 }
 
 #[derive(Clone)]
@@ -406,6 +421,10 @@ impl State {
         }
         file.bytes[start..end].copy_from_slice(bytes);
         file.remember(start, end);
+        // A page has to be written whole: the rest of it would have to be read.
+        for page in start.div_ceil(PAGE)..end / PAGE {
+            file.spoiled.remove(&page);
+        }
         Ok(())
     }
 
@@ -515,6 +534,7 @@ impl FileState {
             versions: BTreeMap::new(),
             lengths: Vec::new(),
             pages: kept_pages,
+            spoiled: self.spoiled.clone(),
         }
     }
 }
@@ -543,8 +563,6 @@ fn gone() -> io::Error {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use super::*;
 
     fn read_all(disk: &SimDisk, name: &str) -> Vec<u8> {

@@ -5,6 +5,8 @@
 //!
 //! After a failed sync the page cache shows what the disk does not hold, and takes it for written. So the last thing that was
 //! written, a batch or a segment's header, is written again as it is.
+//!
+//! A place that the disk refuses to read costs what lies there, as damage does, and not the disk.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -21,6 +23,9 @@ use super::scan::{Step, Walk};
 use super::writer::{Writer, entry, segment_name};
 use super::{Config, Queue, Shared};
 use crate::{Error, Result, metrics as names};
+
+/// A disk with more pages that cannot be read is not used.
+const UNREADABLE_MAX: usize = 32;
 
 /// Opens the store in a folder.
 pub(super) fn open(disk: Arc<dyn Disk>, config: Config) -> Result<(Arc<Shared>, Writer)> {
@@ -95,6 +100,8 @@ struct Found {
     last: Vec<Piece>,
     /// Where that batch lies.
     last_at: (u32, Range<u64>),
+    /// Pages that cannot be read.
+    unreadable: usize,
 }
 
 /// A piece's record.
@@ -157,11 +164,19 @@ impl Opening<'_> {
         self.disk.sync_names().map_err(|e| opening_error(self.config, "sync its folder", e))
     }
 
-    fn read_header(&self, file: &dyn DiskFile, number: u32) -> Result<Header> {
+    fn read_header(&mut self, file: &dyn DiskFile, number: u32) -> Result<Header> {
         let mut slots = vec![0; DATA as usize];
-        let got = file
-            .read_at(&mut slots, 0)
-            .map_err(|e| opening_error(self.config, "read a segment's header", e))?;
+        let (mut got, mut unreadable) = (0, false);
+        for (slot, at) in slots.chunks_mut(PAGE as usize).zip([0, PAGE]) {
+            match file.read_at(slot, at) {
+                Ok(read) => got += read,
+                Err(error) if error.raw_os_error().is_some() => {
+                    self.unreadable(1, error)?;
+                    unreadable = true;
+                }
+                Err(error) => return Err(opening_error(self.config, "read a segment's header", error)),
+            }
+        }
         let mut best: Option<SegmentHeader> = None;
         for slot in slots.chunks(PAGE as usize) {
             match SegmentHeader::decode(slot) {
@@ -171,14 +186,25 @@ impl Opening<'_> {
             }
         }
         let Some(header) = best else {
-            let blank = slots[..got].iter().all(|byte| *byte == 0);
+            let blank = !unreadable && slots[..got].iter().all(|byte| *byte == 0);
             return Ok(if blank { Header::Unfinished } else { Header::Damaged });
         };
         if header.cluster != self.config.cluster {
             let why = format!("it belongs to cluster {}, not to {}", header.cluster, self.config.cluster);
             return Err(self.foreign(number, &why));
         }
-        Ok(if header.number == number { Header::Good(header) } else { Header::Damaged })
+        // The one that cannot be read may be the newer one and say that it is in use.
+        let doubtful = unreadable && header.state == Use::Free;
+        Ok(if header.number == number && !doubtful { Header::Good(header) } else { Header::Damaged })
+    }
+
+    /// Notes places that cannot be read. Too many mean that the disk is gone.
+    fn unreadable(&mut self, pages: usize, error: std::io::Error) -> Result<()> {
+        self.found.unreadable += pages;
+        if self.found.unreadable <= UNREADABLE_MAX {
+            return Ok(());
+        }
+        Err(opening_error(self.config, "read its segments", error))
     }
 
     fn foreign(&self, segment: u32, why: &str) -> Error {
@@ -232,7 +258,15 @@ impl Opening<'_> {
                     );
                 }
                 Step::Newer(why) => return Err(self.foreign(number, &why)),
-                Step::End { tail } => return Ok(tail.next_multiple_of(PAGE)),
+                Step::End { tail } => {
+                    if walk.unreadable() > 0 {
+                        // Nobody knows what was there, even if nothing follows.
+                        self.found.damaged += 1;
+                        let error = std::io::Error::other("too many places cannot be read");
+                        self.unreadable(walk.unreadable(), error)?;
+                    }
+                    return Ok(tail.next_multiple_of(PAGE));
+                }
             }
         }
     }
@@ -276,9 +310,19 @@ impl Opening<'_> {
         for piece in std::mem::take(&mut self.found.last) {
             let Some(segment) = self.found.index.segments.get(&piece.segment) else { continue };
             let file = segment.file.file.clone();
-            let whole = self
-                .is_whole(&*file, &piece)
-                .map_err(|e| opening_error(self.config, "read a piece of the last batch", e))?;
+            let whole = match self.is_whole(&*file, &piece) {
+                Err(error) if error.raw_os_error().is_some() => {
+                    // Torn or not, nobody knows. It is kept as damaged.
+                    self.unreadable(1, error)?;
+                    let (key, entry) = (piece.header.key, entry(piece.segment, piece.offset, &piece.header));
+                    self.found.take(piece);
+                    self.found.index.mark_bad(key, &entry);
+                    continue;
+                }
+                whole => {
+                    whole.map_err(|e| opening_error(self.config, "read a piece of the last batch", e))?
+                }
+            };
             if whole {
                 self.found.take(piece);
             } else {

@@ -1,18 +1,23 @@
 //! Walks over the records of one segment, from its first batch to where nothing follows.
 //!
 //! Where a record should start and none does, the walk looks for the next one at every multiple of 64 bytes: a damaged
-//! header in the middle costs its own record only, and a torn tail ends the walk.
+//! header in the middle costs its own record only, and a torn tail ends the walk. A page that the disk refuses to read is such
+//! a damage, too; a disk with many of them is not walked over.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::sync::Arc;
 
 use torchfs_proto::disk::DiskFile;
 
-use super::format::{DATA, FIXED, GRAIN, Place, Record, Refused};
+use super::format::{DATA, FIXED, GRAIN, PAGE, Place, Record, Refused};
 
 /// Bytes read at once when hopping from header to header, and when looking for the next one.
 const HOP: usize = 16 << 10;
 const SEARCH: usize = 1 << 20;
+
+/// The most pages of a segment that may be unreadable.
+const UNREADABLE_MAX: usize = 16;
 
 /// What the walk met.
 #[derive(Debug)]
@@ -40,12 +45,20 @@ pub struct Walk {
     window_at: u64,
     /// A record found behind a gap that was reported first.
     found: Option<Record>,
+    /// Pages that cannot be read, by their offsets.
+    unreadable: BTreeSet<u64>,
 }
 
 impl Walk {
     /// A walk that ends at `end`.
     pub fn new(file: Arc<dyn DiskFile>, place: Place, end: u64) -> Walk {
-        Walk { file, place, end, at: DATA, batch: 0, window: Vec::new(), window_at: 0, found: None }
+        let (window, unreadable) = (Vec::new(), BTreeSet::new());
+        Walk { file, place, end, at: DATA, batch: 0, window, window_at: 0, found: None, unreadable }
+    }
+
+    /// How many pages could not be read.
+    pub fn unreadable(&self) -> usize {
+        self.unreadable.len()
     }
 
     /// The next thing in the segment. After [`Step::End`] the walk is over.
@@ -71,7 +84,9 @@ impl Walk {
             }
             at += GRAIN;
         }
-        Ok(Step::End { tail: from })
+        // Nothing is written over what could not be read: it may be readable later.
+        let tail = if self.unreadable.is_empty() { from } else { self.end };
+        Ok(Step::End { tail })
     }
 
     fn accept(&mut self, record: Record) -> Step {
@@ -104,10 +119,38 @@ impl Walk {
             let most = usize::try_from(self.end - at).unwrap_or(usize::MAX);
             self.window.resize(read.max(len).min(most), 0);
             self.window_at = at;
-            let got = self.file.read_at(&mut self.window, at)?;
+            let got = match self.file.read_at(&mut self.window, at) {
+                Err(error) if error.raw_os_error().is_some() => self.read_pages(at)?,
+                read => read?,
+            };
             self.window.truncate(got);
         }
         let from = (at - self.window_at) as usize;
         Ok(&self.window[from..self.window.len().min(from + len)])
+    }
+
+    /// Fills the window page by page, with zeros for those that cannot be read.
+    fn read_pages(&mut self, at: u64) -> io::Result<usize> {
+        let mut done = 0;
+        while done < self.window.len() {
+            let from = at + done as u64;
+            let page = from - from % PAGE;
+            let len = ((page + PAGE - from) as usize).min(self.window.len() - done);
+            let part = &mut self.window[done..done + len];
+            let read = if self.unreadable.contains(&page) { Ok(0) } else { self.file.read_at(part, from) };
+            match read {
+                Ok(got) if got == len => {}
+                Ok(_) if self.unreadable.contains(&page) => part.fill(0),
+                Ok(got) => return Ok(done + got),
+                Err(error) if self.unreadable.len() >= UNREADABLE_MAX => return Err(error),
+                Err(error) => {
+                    tracing::warn!(segment = self.place.segment, at = from, %error, "a page cannot be read");
+                    self.unreadable.insert(page);
+                    part.fill(0);
+                }
+            }
+            done += len;
+        }
+        Ok(done)
     }
 }

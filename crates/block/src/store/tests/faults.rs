@@ -97,6 +97,74 @@ fn a_tombstone_that_was_carried_over_does_not_stand_for_a_later_one() {
     rig.check(0, false, false);
 }
 
+#[test]
+fn a_place_that_cannot_be_read_costs_what_is_there_and_not_the_disk() {
+    let content = |counter: u64| (counter % 3) as u8;
+    for at in 0..12 {
+        let disk = SimDisk::new(at);
+        let mut rig = Rig::open(&disk, config()).unwrap();
+        for counter in 0..60 {
+            rig.put(counter, false).unwrap();
+        }
+        let (entry, ..) = rig.store.shared.find(id(at * 5), content(at * 5)).unwrap();
+        let name = super::super::writer::segment_name(entry.segment);
+        let page = entry.offset() / 4096 * 4096;
+        disk.spoil(&name, page);
+        let there: Vec<bool> = (0..60)
+            .map(|counter| {
+                let (other, ..) = rig.store.shared.find(id(counter), content(counter)).unwrap();
+                let hit = other.offset() < page + 4096 && other.span().end > page;
+                other.segment != entry.segment || !hit
+            })
+            .collect();
+        drop(rig);
+        let mut rig = Rig::open(&disk, config()).expect("the disk is used");
+        assert!(rig.store.stat().unwrap().damaged > 0, "the others are looked for");
+        for counter in (0..60).filter(|counter| there[*counter as usize]) {
+            rig.check(counter, false, true);
+        }
+        // What was there is put again, and the rest can be deleted and emptied.
+        rig.put(at * 5, false).unwrap();
+        rig.check(at * 5, false, true);
+        rig.delete(&(0..60).collect::<Vec<_>>()).unwrap();
+        (0..200).for_each(|_| {
+            rig.writer.maintain();
+        });
+        rig.store.shared.index.read().audit();
+    }
+}
+
+#[test]
+fn a_piece_of_the_last_batch_that_cannot_be_read_is_kept_as_damaged() {
+    let disk = SimDisk::new(0);
+    let config = Config { segment_bytes: 1 << 20, ..config() };
+    let mut rig = Rig::open(&disk, config.clone()).unwrap();
+    let large = (0..).map(|c| c * 3).find(|c| content(*c, true).len() > 100_000).unwrap();
+    rig.put(large, true).unwrap();
+    let (entry, ..) = rig.store.shared.find(id(large), 0).unwrap();
+    disk.spoil(&super::super::writer::segment_name(entry.segment), entry.span().payload);
+    drop(rig);
+    let mut rig = Rig::open(&disk, config.clone()).expect("the disk is used");
+    assert!(rig.store.stored(id(large), 0).is_some() && !rig.store.has(id(large), 0));
+    rig.keep_marks();
+    assert_eq!(rig.store.bad(9), [(id(large), 0)]);
+    rig.put(large, true).unwrap();
+    rig.check(large, true, true);
+}
+
+#[test]
+fn a_disk_of_which_nothing_can_be_read_is_not_used() {
+    let disk = SimDisk::new(0);
+    let mut rig = Rig::open(&disk, config()).unwrap();
+    for counter in 0..400 {
+        rig.put(counter, false).unwrap();
+    }
+    for name in disk.list().unwrap() {
+        (0..16).for_each(|page| disk.spoil(&name, page * 4096));
+    }
+    assert!(Rig::open(&disk, config()).is_err());
+}
+
 /// A disk that does something when a header is read around the page cache.
 struct Hooked {
     disk: SimDisk,
