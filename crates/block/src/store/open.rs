@@ -67,6 +67,11 @@ pub(super) fn open(disk: Arc<dyn Disk>, config: Config) -> Result<(Arc<Shared>, 
         look_again: true,
         nothing_to_gain: false,
     };
+    if let Some(error) = found.failed {
+        // What is on it can still be read.
+        shared.latch("write again what was written last", error);
+        return Ok((shared, writer));
+    }
     for (number, tail) in found.to_seal {
         writer.write_header(number, |header| header.state = Use::Sealed(tail))?;
     }
@@ -100,6 +105,8 @@ struct Found {
     last: Vec<Piece>,
     /// Where that batch lies.
     last_at: (u32, Range<u64>),
+    /// The disk could be read and takes no writes.
+    failed: Option<std::io::Error>,
     /// Pages that cannot be read.
     unreadable: usize,
 }
@@ -339,12 +346,12 @@ impl Opening<'_> {
                 self.found.index.set_tomb(&tomb, segment);
             }
         }
-        self.write_again().map_err(|e| opening_error(self.config, "write the last batch again", e))?;
+        self.found.failed = self.write_again().err();
         // If only the process died, what was read may not be durable yet. Records lie in an open segment then, and a
         // segment that was just freed must not come back.
         for segment in self.found.index.segments.values() {
-            if !matches!(segment.header.state, Use::Sealed(_)) {
-                segment.file.file.sync().map_err(|e| opening_error(self.config, "sync a segment", e))?;
+            if self.found.failed.is_none() && !matches!(segment.header.state, Use::Sealed(_)) {
+                self.found.failed = segment.file.file.sync().err();
             }
         }
         Ok(self.found)

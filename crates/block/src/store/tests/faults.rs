@@ -61,6 +61,20 @@ fn what_a_failed_sync_left_in_memory_is_durable_after_the_next_start() {
 }
 
 #[test]
+fn a_disk_that_takes_no_writes_at_the_start_is_still_read() {
+    let disk = SimDisk::new(0);
+    let mut rig = Rig::open(&disk, config()).unwrap();
+    (0..20).for_each(|counter| rig.put(counter, false).unwrap());
+    for op in [DiskOp::Write, DiskOp::Sync] {
+        disk.fail(op, 0, libc::EIO);
+        let mut rig = Rig::open(&disk, config()).unwrap();
+        assert!(rig.store.failure().is_some());
+        assert!(matches!(rig.put(20, false), Err(Error::Latched { .. })));
+        (0..20).for_each(|counter| rig.check(counter, false, true));
+    }
+}
+
+#[test]
 fn a_tombstone_that_was_carried_over_does_not_stand_for_a_later_one() {
     let disk = SimDisk::new(0);
     let mut rig = Rig::open(&disk, config()).unwrap();
