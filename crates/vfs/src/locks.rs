@@ -1,7 +1,8 @@
 //! File locks: fcntl and flock, held at the service, so that they hold across nodes and die with the session.
 //!
 //! A lock revalidates: what is cached without a lease is dropped, so that the holder sees what the last one left. An unlock
-//! publishes: what was written under the lock is committed before it goes.
+//! publishes: what was written under the lock is committed before it goes; where others have the file open too, what was changed in
+//! mappings as well.
 //!
 //! A caller that leaves without an answer (a signal, or a silent service) may have got its lock all the same. So we remember which
 //! locks their owners were told of, and bring the service back to those: what nobody knows of is unlocked, what was held
@@ -64,14 +65,16 @@ impl Vfs {
                     }
                 }
             }
+            let granting = Granting::begin(&node, &lock);
+            self.revalidate(&node).await;
             asking.lock = None;
             // Otherwise a wait of the same owner was taken back meanwhile, and this lock may have gone with it.
-            if node.lock().locks.of(&lock).granted(&lock, taken_back) {
-                break;
+            let granted = node.lock().locks.of(&lock).granted(&lock, taken_back);
+            drop(granting);
+            if granted {
+                return Ok(());
             }
         }
-        self.revalidate(&node);
-        Ok(())
     }
 
     /// Releases all locks of an owner, if there are any.
@@ -89,15 +92,22 @@ impl Vfs {
     /// Publishes, then releases; from the moment it is sent it happens, whether or not somebody waits.
     async fn unlock(&self, node: Arc<Inode>, lock: FileLock) -> Result<()> {
         let releasing = Releasing::begin(&node, &lock);
+        if self.0.meta.holds(node.ino, lease::WRITE).is_none() {
+            self.take_mapped(&node).await;
+        }
         self.write_back(&node).await;
         let vfs = self.clone();
         let sent = async move {
-            // Before it waits: what is being taken back now need not come back.
-            node.lock().locks.of(&lock).held.set(&lock);
             loop {
                 let progress = node.progress.listen();
-                if !overlaps(&node.lock().locks.of(&lock).returning, &lock) {
-                    break;
+                {
+                    let mut state = node.lock();
+                    let owner = state.locks.of(&lock);
+                    // Before it waits, too: what is being taken back now need not come back.
+                    owner.held.set(&lock);
+                    if !overlaps(&owner.returning, &lock) {
+                        break;
+                    }
                 }
                 progress.await;
             }
@@ -157,8 +167,17 @@ impl Vfs {
         }
     }
 
+    /// Has the kernel write what programs changed in mappings.
+    async fn take_mapped(&self, node: &Inode) {
+        if node.lock().writers == 0 {
+            return;
+        }
+        self.0.host.invalidate_data(node.ino, 0, 0);
+        self.host_settled().await;
+    }
+
     /// Drops what no lease protects.
-    fn revalidate(&self, node: &Inode) {
+    async fn revalidate(&self, node: &Inode) {
         let ino = node.ino;
         let content = !self.holds_any(ino, &[lease::READ, lease::WRITE]);
         let attr = self.0.meta.holds(ino, lease::ATTR).is_none();
@@ -174,6 +193,7 @@ impl Vfs {
         }
         if content {
             self.0.host.invalidate_data(ino, 0, 0);
+            self.host_settled().await;
         } else if attr {
             self.0.host.invalidate_attr(ino);
         }
@@ -206,6 +226,30 @@ impl Drop for Asking {
             }
             node.progress.notify();
         });
+    }
+}
+
+/// A lock that the service granted and its owner is not told of yet: what the owner unlocks there comes after it.
+struct Granting {
+    node: Arc<Inode>,
+    lock: FileLock,
+}
+
+impl Granting {
+    fn begin(node: &Arc<Inode>, lock: &FileLock) -> Granting {
+        node.lock().locks.of(lock).returning.push(extent(lock));
+        Granting { node: node.clone(), lock: lock.clone() }
+    }
+}
+
+impl Drop for Granting {
+    fn drop(&mut self) {
+        {
+            let locks = &mut self.node.lock().locks;
+            remove(&mut locks.of(&self.lock).returning, &self.lock);
+            locks.tidy(&self.lock);
+        }
+        self.node.progress.notify();
     }
 }
 
@@ -244,7 +288,7 @@ struct Owner {
     asked: bool,
     /// Where locks are being unlocked,
     releasing: Vec<(u64, u64)>,
-    /// and where they are being taken back, and how often that was begun.
+    /// and where they are being granted or taken back, and how often the latter was begun.
     returning: Vec<(u64, u64)>,
     taken_back: u64,
 }

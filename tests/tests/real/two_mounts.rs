@@ -305,6 +305,29 @@ fn locks_hold_across_mounts_and_publish_what_they_guard() {
 }
 
 #[test]
+fn what_is_written_through_a_mapping_under_a_lock_is_seen_by_the_next_holder() {
+    let (_cluster, one, two) = two();
+    fs::write(one.at("counter"), [0; 8192]).unwrap();
+    const EACH: u64 = 100;
+    std::thread::scope(|scope| {
+        for mount in [&one, &two] {
+            scope.spawn(move || {
+                let file = File::options().read(true).write(true).open(mount.at("counter")).unwrap();
+                let mut map = sys::Map::shared(&file, 8192).unwrap();
+                for _ in 0..EACH {
+                    sys::ofd_lock(&file, libc::F_WRLCK, 0, 0, true).unwrap();
+                    let count = u64::from_le_bytes(map.read(0, 8).try_into().unwrap());
+                    map.write(0, &(count + 1).to_le_bytes());
+                    sys::ofd_lock(&file, libc::F_UNLCK, 0, 0, false).unwrap();
+                }
+            });
+        }
+    });
+    let count = fs::read(two.at("counter")).unwrap()[..8].try_into().unwrap();
+    assert_eq!(u64::from_le_bytes(count), 2 * EACH);
+}
+
+#[test]
 fn both_mounts_at_work_in_one_folder_come_to_an_end() {
     let (cluster, one, two) = two();
     fs::create_dir(one.at("d")).unwrap();
