@@ -80,13 +80,14 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         };
         let mount = roles::Mount::start(opened, &path, &args.options).await?;
         http::serve(pages, mount.health())?;
+        // Before it is told: who hears it ends at once, and its end is not to be ours then.
+        live_on(args.parent)?;
         let told = writeln!(std::io::stdout(), "{MOUNTED} {}", path.display());
         if told.is_err() && args.parent.is_some() {
             // Whoever asked for the mount was told that there is none, or nothing.
             mount.stop().await?;
             bail!(ended());
         }
-        live_on(args.parent)?;
         roles::ready();
         tokio::select! {
             () = stop => {}
