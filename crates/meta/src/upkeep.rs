@@ -4,9 +4,11 @@
 //! - One piece of work is one batch under one short hold of the lock; requests go in between.
 //! - Whatever is left undone is found again after a restart.
 
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
+use torchfs_proto::msg::meta::Event;
 use torchfs_proto::record::Orphan;
 use torchfs_proto::{Ino, Result, SessionId, key};
 
@@ -15,6 +17,7 @@ use crate::namespace::{self, Decision, Progress};
 use crate::service::sessions::Ending;
 use crate::service::signals::Topic;
 use crate::service::{Chore, Meta, State};
+use crate::view::View;
 
 /// Orphans that one sweep looks at.
 const SWEEP_MAX: usize = 256;
@@ -149,22 +152,17 @@ impl Meta {
                 }
                 Ok((!done).then_some(chore))
             }
+            Chore::Remind(id, after) => {
+                let Some(session) = state.sessions.get(&id) else { return Ok(None) };
+                let (found, last) = orphans(&self.view(session.volume), after)?;
+                for (ino, _) in found.into_iter().filter(|(_, orphan)| orphan.sessions.contains(&id)) {
+                    self.push_event(state, id, Event::Orphaned { ino });
+                }
+                Ok(last.map(|ino| Chore::Remind(id, ino)))
+            }
             Chore::Sweep(volume, after) => {
                 let mut view = self.view(volume);
-                let mut from = key::orphan(volume, after);
-                from.push(0);
-                let to = key::after(&key::space(volume, key::Space::Orphan));
-                let mut found: Vec<(Ino, Orphan)> = Vec::new();
-                view.scan(&from, &to, false, &mut |at, orphan: Orphan| {
-                    if let Some(ino) = key::Parts::of(at).and_then(|parts| parts.u64_at(0)) {
-                        found.push((Ino(ino), orphan));
-                    }
-                    match found.len() >= SWEEP_MAX {
-                        true => std::ops::ControlFlow::Break(()),
-                        false => std::ops::ControlFlow::Continue(()),
-                    }
-                })?;
-                let last = found.last().map(|(ino, _)| *ino).filter(|_| found.len() >= SWEEP_MAX);
+                let (found, last) = orphans(&view, after)?;
                 let mut decision = Decision::new(torchfs_proto::msg::meta::Done::Ok);
                 for (ino, orphan) in found {
                     if orphan.sessions.is_empty() {
@@ -195,4 +193,26 @@ impl Meta {
             }
         }
     }
+}
+
+/// Orphans, and the last of them if there may be more.
+type Page = (Vec<(Ino, Orphan)>, Option<Ino>);
+
+/// The next orphans.
+fn orphans(view: &View<'_>, after: Ino) -> Result<Page> {
+    let mut from = key::orphan(view.volume, after);
+    from.push(0);
+    let to = key::after(&key::space(view.volume, key::Space::Orphan));
+    let mut found: Vec<(Ino, Orphan)> = Vec::new();
+    view.scan(&from, &to, false, &mut |at, orphan: Orphan| {
+        if let Some(ino) = key::Parts::of(at).and_then(|parts| parts.u64_at(0)) {
+            found.push((Ino(ino), orphan));
+        }
+        match found.len() >= SWEEP_MAX {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }
+    })?;
+    let last = found.last().map(|(ino, _)| *ino).filter(|_| found.len() >= SWEEP_MAX);
+    Ok((found, last))
 }

@@ -109,6 +109,8 @@ pub(crate) enum Chore {
     Trim(Node, Progress),
     /// Take ended sessions off the orphans after this one.
     Sweep(VolumeId, Ino),
+    /// Tell a session of the orphans that it holds after this one: what the leader before told may not have been heard.
+    Remind(SessionId, Ino),
     /// Release the locks on a file of a session that has ended.
     Unlock(Node, SessionId),
     /// Remove what is in a removed volume.

@@ -325,8 +325,10 @@ impl Meta {
     }
 
     fn reported(&self, state: &mut State, id: SessionId) {
-        if let Some(session) = state.sessions.get_mut(&id) {
-            session.reported = true;
+        if let Some(session) = state.sessions.get_mut(&id)
+            && !std::mem::replace(&mut session.reported, true)
+        {
+            state.chores.push_back(Chore::Remind(id, Ino(0)));
         }
         state.leases.reported(id);
         self.look_at_grace(state, self.clock.now());
@@ -426,7 +428,7 @@ impl Meta {
     }
 
     /// Queues an event; `None` if the session is gone or its queue is full, in which case its leases end instead.
-    pub(super) fn push_event(&self, state: &mut State, id: SessionId, event: Event) -> Option<u64> {
+    pub(crate) fn push_event(&self, state: &mut State, id: SessionId, event: Event) -> Option<u64> {
         let session = state.sessions.get_mut(&id)?;
         let kept = matches!(event, Event::Orphaned { .. });
         if !kept

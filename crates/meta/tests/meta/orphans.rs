@@ -104,6 +104,42 @@ fn the_end_of_a_session_releases_its_orphans() {
 }
 
 #[test]
+fn who_did_not_hear_that_files_lost_their_names_is_told_by_the_next_leader() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    let names: Vec<String> = (0..300).map(|n| format!("f{n}")).collect();
+    let files: Vec<Ino> = names.iter().map(|name| a.file(&world, name)).collect();
+    for name in &names {
+        b.lookup(&world, Ino::ROOT, name).unwrap();
+    }
+    // It is cut off; its leases end, and its session does not.
+    world.advance_ms(5_000);
+    for (name, ino) in names.iter().zip(&files) {
+        let op = Op::Unlink { parent: Ino::ROOT, name: raw(name), idle: Some(*ino) };
+        a.call(&world, op).unwrap();
+    }
+    let world = world.restart();
+    for client in [&mut a, &mut b] {
+        client.call(&world, Op::ResumeSession).unwrap();
+        client.call(&world, Op::Reclaim { leases: vec![], open: vec![], last: true }).unwrap();
+    }
+    assert_eq!(inodes(&world), 301, "b may have them open");
+    assert_eq!(a.events(&world, 0), []);
+    let told: Vec<Ino> = b
+        .events(&world, 0)
+        .into_iter()
+        .map(|(_, event)| match event {
+            Event::Orphaned { ino } => ino,
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(told, files);
+    b.call(&world, Op::Release { inos: told }).unwrap();
+    assert_eq!(inodes(&world), 1);
+    assert_eq!(world.problems(), Vec::<String>::new());
+}
+
+#[test]
 fn a_file_without_a_name_can_get_one() {
     let world = World::new();
     let mut a = world.client();
