@@ -482,10 +482,12 @@ impl Meta {
             repair.search_ms = Some(self.wall_ms() + u64::from(self.config.search_after_ms));
             view.put(key::repair(), &repair);
         }
-        self.order(state, view, now)?;
+        let seq = self.order(state, view, now)?;
         state.repairs.settings = repair;
         state.sessions.remove(&id);
         for ino in locked {
+            // Whoever gets a lock now would lose it if the session came back with its own.
+            state.rests.changed((volume, ino), seq, id);
             state.signals.wake(Topic::Lock((volume, ino)));
         }
         for node in state.leases.end(id) {

@@ -308,6 +308,21 @@ fn a_wait_for_a_lock_that_was_given_up_is_never_granted() {
 }
 
 #[test]
+fn a_lock_that_an_ended_session_had_is_told_to_the_next_when_that_end_is_durable() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    let f = a.file(&world, "f");
+    a.call(&world, lock(f, LockType::Write, 0, 9, false)).unwrap();
+    world.sync();
+    let mut evicted = world.ask(Op::Evict { session: a.id });
+    assert!(!evicted.is_ready());
+    let mut early = b.start(&world, lock(f, LockType::Write, 0, 9, false));
+    assert!(!early.is_ready(), "a crash would give it back to the other session");
+    world.sync();
+    early.ready().result.unwrap();
+}
+
+#[test]
 fn the_ranges_of_a_session_stay_few_however_many_ids_it_gets() {
     let world = World::new();
     world.server(1);
