@@ -275,7 +275,8 @@ impl Meta {
             Ok(step) => step,
             Err(fault) => {
                 // A refusal rests on what was read as much as any other answer.
-                let rests = self.rests(state, request, &[]).max(self.admin_rests(state, &request.op, before));
+                let rests =
+                    self.rests(state, request, [].iter()).max(self.admin_rests(state, &request.op, before));
                 let reply = self.reply(state, request.session, Err(fault), Seq(0), Vec::new());
                 if rests > self.engine.durable() { Step::Durable(rests, reply) } else { Step::Reply(reply) }
             }
@@ -364,7 +365,7 @@ impl Meta {
             grants.push(grant);
         }
         undress(&mut decision.done, &mut bare);
-        let rests = self.rests(state, request, &decision.reads);
+        let rests = self.rests(state, request, decision.reads.iter().chain(&decision.changed));
         let mut reply = self.reply(state, request.session, Ok(decision.done), seq, grants);
         reply.bare = (!bare.is_empty()).then_some(bare);
         Ok(if rests > reply.durable { Step::Durable(rests, reply) } else { Step::Reply(reply) })
@@ -576,7 +577,7 @@ impl Meta {
     }
 
     /// The batch that an answer rests on and that others must not lose.
-    fn rests(&self, state: &mut State, request: &Request, reads: &[Ino]) -> Seq {
+    fn rests<'a>(&self, state: &mut State, request: &Request, reads: impl Iterator<Item = &'a Ino>) -> Seq {
         state.rests.durable(self.engine.durable());
         if state.rests.len() == 0 {
             return Seq(0);
@@ -584,8 +585,8 @@ impl Meta {
         let Some(session) = state.sessions.get(&request.session) else { return Seq(0) };
         let volume = session.volume;
         let named = subjects(&request.op);
-        let on = |ino: &Ino| state.rests.on((volume, *ino), request.session);
-        reads.iter().chain(named.iter().flatten()).map(on).max().unwrap_or(Seq(0))
+        let on = |ino: Ino| state.rests.on((volume, ino), request.session);
+        reads.copied().chain(named.into_iter().flatten()).map(on).max().unwrap_or(Seq(0))
     }
 
     fn reply(

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use torchfs_meta::Config;
-use torchfs_proto::attr::Kind;
+use torchfs_proto::attr::{Kind, SetAttr};
 use torchfs_proto::msg::meta::{Done, Make, Op, Request, lease};
 use torchfs_proto::{Code, Ino};
 
@@ -146,6 +146,36 @@ fn an_answer_that_rests_on_anothers_change_waits_until_it_is_durable() {
     assert_eq!(refused.ready().result.unwrap_err().code, Code::Exists);
     let mut other = b.start(&world, Op::StatFs);
     assert!(other.is_ready());
+}
+
+#[test]
+fn an_answer_about_what_a_change_of_names_moves_rests_on_what_others_did_to_it() {
+    let world = World::new();
+    let (mut a, mut b) = (world.client(), world.client());
+    let f = b.file(&world, "f");
+    b.call(&world, Op::Link { ino: f, parent: Ino::ROOT, name: raw("g") }).unwrap();
+    world.sync();
+    b.obey(&world, false);
+    let set = |mode| Op::SetAttr { ino: f, set: SetAttr { mode: Some(mode), ..SetAttr::default() } };
+    let rename =
+        Op::Rename { parent: Ino::ROOT, name: raw("g"), new_parent: Ino::ROOT, new_name: raw("h"), flags: 0 };
+    let unlink = Op::Unlink { parent: Ino::ROOT, name: raw("h"), idle: None };
+    for (mode, op) in [(0o600, rename), (0o640, unlink)] {
+        let mut set = b.start(&world, set(mode));
+        if !set.is_ready() {
+            a.obey(&world, false);
+        }
+        set.ready().result.unwrap();
+        let mut changed = a.start(&world, op);
+        if !changed.is_ready() {
+            b.obey(&world, false);
+        }
+        assert!(!changed.is_ready(), "the attributes that are told are not durable");
+        world.sync();
+        let done = changed.ready().result.unwrap();
+        let (Done::Renamed { attr, .. } | Done::Removed { attr, .. }) = done else { panic!() };
+        assert_eq!(attr.mode, mode);
+    }
 }
 
 /// Two clients make, remove and rename; the power goes now and then; each replays what it was told but what was not
