@@ -23,7 +23,7 @@ mod tool;
 pub use blocks::{Blocks, BlocksConfig};
 pub use dumps::Dumps;
 pub use member::{Figures, Identity, Member, MemberConfig, Reports};
-pub use meta::{Changed, Keeper, Mark, Meta, MetaConfig, Moment};
+pub use meta::{Changed, Keeper, Mark, Marks, Meta, MetaConfig, Moment};
 pub use peers::Peers;
 pub use tool::{Names, Progress, Tool, ToolConfig};
 pub use torchfs_proto::extent::BlockRef;

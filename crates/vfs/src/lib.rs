@@ -56,7 +56,7 @@ use foldhash::HashMap;
 use futures_util::future::BoxFuture;
 use parking_lot::{Mutex, RwLock};
 use torchfs_cache::{Cache, CacheConfig, Fetch};
-use torchfs_client::{Blocks, Keeper, Meta};
+use torchfs_client::{Blocks, Keeper, Mark, Marks, Meta};
 use torchfs_proto::extent::BlockRef;
 use torchfs_proto::{Fault, Ino, Result};
 
@@ -82,10 +82,12 @@ struct Inner {
     cache: Arc<Cache>,
     host: Arc<dyn Host>,
     nodes: RwLock<HashMap<Ino, Arc<Inode>>>,
+    /// The last change of an inode that was forgotten since: whoever comes to know it again waits for that one too.
+    past: Mutex<Mark>,
     handles: RwLock<HashMap<Fh, Arc<Handle>>>,
     next_fh: AtomicU64,
-    /// Recalls so far: answers asked for before the last one are not kept.
-    recalls: AtomicU64,
+    /// When leases of inodes were recalled: answers about them that were asked for before are not kept.
+    recalls: Marks,
     /// Entries remembered over all folders, and the folders that have some by the serial numbers of these, which is the order they
     /// came in.
     entries: AtomicUsize,
@@ -125,9 +127,10 @@ impl Vfs {
         let inner = Arc::new_cyclic(|me| Inner {
             me: me.clone(),
             nodes: RwLock::default(),
+            past: Mutex::default(),
             handles: RwLock::default(),
             next_fh: AtomicU64::new(1),
-            recalls: AtomicU64::new(0),
+            recalls: Marks::default(),
             entries: AtomicUsize::new(0),
             folders: Mutex::default(),
             files_lost: AtomicU64::new(0),

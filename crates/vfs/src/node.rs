@@ -5,7 +5,7 @@
 //! which is asked of the session each time; a recall, and the loss of all leases, wipe it.
 //!
 //! An answer may be overtaken by a recall, by a lease that another answer brings, or by the answer to a later change of our own. So
-//! whoever asks notes the moment first ([`Vfs::asked`]) and keeps the answer only if nothing was recalled since, and no answer
+//! whoever asks notes the moment first ([`Vfs::asked`]) and keeps the answer only if no lease of it was recalled since, and no answer
 //! came that is bare of the lease it would be kept under; attributes are ordered by their change counter, content by its
 //! version, entries by a count of our own changes.
 //!
@@ -79,13 +79,13 @@ pub(crate) struct State {
     pub(crate) changing: bool,
     /// Data leases of it are being given back: nothing is buffered meanwhile.
     pub(crate) recalling: u32,
-    /// The last change of this inode made here.
+    /// The last change of this inode made here, or a later one.
     pub(crate) mark: Mark,
     /// Locks asked for here.
     pub(crate) locks: Locks,
 }
 
-/// The number of recalls when something was asked, and what else may overtake the answer.
+/// When something was asked, among the recalls and among what else may overtake the answer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Asked {
     recalls: u64,
@@ -158,7 +158,7 @@ pub(crate) struct File {
 }
 
 impl Inode {
-    fn new(ino: Ino) -> Inode {
+    fn new(ino: Ino, mark: Mark) -> Inode {
         Inode {
             ino,
             state: Mutex::new(State {
@@ -182,7 +182,7 @@ impl Inode {
                 names: None,
                 file: None,
                 orphan: false,
-                mark: Mark::default(),
+                mark,
                 locks: Locks::default(),
             }),
             turn: futures_util::lock::Mutex::new(()),
@@ -445,7 +445,8 @@ impl Vfs {
         let (node, new) = {
             let mut nodes = self.0.nodes.write();
             let before = nodes.len();
-            let node = nodes.entry(ino).or_insert_with(|| Arc::new(Inode::new(ino))).clone();
+            let node =
+                nodes.entry(ino).or_insert_with(|| Arc::new(Inode::new(ino, *self.0.past.lock()))).clone();
             (node, nodes.len() > before)
         };
         if new {
@@ -461,13 +462,13 @@ impl Vfs {
 
     /// To be noted before something is asked whose answer will be kept.
     pub(crate) fn asked(&self) -> Asked {
-        Asked { recalls: self.0.recalls.load(Ordering::Acquire), moment: self.0.meta.now() }
+        Asked { recalls: self.0.recalls.now(), moment: self.0.meta.now() }
     }
 
-    /// Whether no recall came since, and no answer about the inode that came without a lease: it may be out of date although one
-    /// is held by now.
+    /// Whether no recall of the inode came since, and no answer about it that came without a lease: it may be out of date although
+    /// one is held by now.
     pub(crate) fn is_current(&self, asked: Asked, ino: Ino) -> bool {
-        self.0.recalls.load(Ordering::Acquire) == asked.recalls && !self.0.meta.bare_since(ino, asked.moment)
+        !self.0.recalls.since(ino, asked.recalls) && !self.0.meta.bare_since(ino, asked.moment)
     }
 
     /// Whether the inode was forgotten since, so that the service may not know that it is known here.
@@ -575,7 +576,15 @@ impl Vfs {
         if !idle || Arc::strong_count(node) > 1 {
             return false;
         }
-        self.drop_names(&mut node.lock());
+        let mark = {
+            let mut state = node.lock();
+            self.drop_names(&mut state);
+            state.mark
+        };
+        {
+            let mut past = self.0.past.lock();
+            *past = mark.max(*past);
+        }
         nodes.remove(&ino);
         // Under the lock: who makes a new node of it knows that the old one was forgotten.
         self.0.meta.forget(ino);

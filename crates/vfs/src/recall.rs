@@ -5,7 +5,6 @@
 //! notifications are queued, and the acknowledgement follows when they were delivered or the time is up.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -23,7 +22,7 @@ const LINGER: Duration = Duration::from_secs(1);
 
 impl Keeper for Inner {
     fn recall(&self, ino: Ino, bits: u8, names: Vec<Raw>) -> BoxFuture<'static, bool> {
-        self.recalls.fetch_add(1, Ordering::AcqRel);
+        self.recalls.note(ino);
         ::metrics::counter!(metrics::RECALLS).increment(1);
         let vfs = self.vfs();
         Box::pin(async move {
@@ -34,7 +33,7 @@ impl Keeper for Inner {
     }
 
     fn orphaned(&self, ino: Ino) {
-        self.recalls.fetch_add(1, Ordering::AcqRel);
+        self.recalls.note(ino);
         let Some(vfs) = self.vfs() else { return };
         // A program that found the name a moment ago may be about to open what was behind it, even if the answer that tells
         // of it is still on its way here.
@@ -49,7 +48,7 @@ impl Keeper for Inner {
     }
 
     fn changed(&self, ino: Ino) {
-        self.recalls.fetch_add(1, Ordering::AcqRel);
+        self.recalls.note(ino);
         if let Some(node) = self.vfs().and_then(|vfs| vfs.find_node(ino)) {
             let mut state = node.lock();
             state.doubt_attr();
@@ -62,7 +61,7 @@ impl Keeper for Inner {
     }
 
     fn lost(&self) {
-        self.recalls.fetch_add(1, Ordering::AcqRel);
+        self.recalls.note_all();
         let Some(vfs) = self.vfs() else { return };
         tracing::warn!("all leases ran out; what was remembered under them is dropped");
         for node in vfs.all_nodes() {

@@ -11,7 +11,7 @@ use torchfs_proto::Ino;
 const PLACES: usize = 1024;
 
 /// The last times, by place. Time is the count of what happened.
-pub(crate) struct Marks {
+pub struct Marks {
     count: AtomicU64,
     last: Box<[AtomicU64]>,
     last_of_all: AtomicU64,
@@ -25,6 +25,7 @@ impl Default for Marks {
 }
 
 impl Marks {
+    /// The time.
     pub fn now(&self) -> u64 {
         self.count.load(Ordering::Acquire)
     }

@@ -28,6 +28,7 @@ use torchfs_proto::msg::meta::{Done, Op, SessionInfo};
 use torchfs_proto::{BlockId, Code, Fault, Ino, Result};
 
 pub use config::MetaConfig;
+pub use marks::Marks;
 use session::Shared;
 
 /// Marks a place in the row of this session's changes: everything that was answered up to it.

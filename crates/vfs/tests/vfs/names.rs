@@ -1,11 +1,13 @@
 //! Names on one mount.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use torchfs_proto::attr::Kind;
 use torchfs_proto::{Code, Ino};
+use torchfs_vfs::{Config, NoHost};
 
 use crate::world::{Rng, WHO, World, find, names, rounds, run, run_with, until};
 
@@ -204,6 +206,27 @@ fn a_listed_folder_answers_absent_names_from_memory() {
             assert_eq!(find(&vfs, Ino::ROOT, &format!("absent{i}")).await, None);
         }
         assert_eq!(world.calls.load(Ordering::Acquire), before);
+    });
+}
+
+#[test]
+fn what_was_made_in_a_folder_is_waited_for_though_the_folder_was_forgotten_since() {
+    run(|world| async move {
+        let config = Config { tick: Duration::from_millis(5), ..Config::default() };
+        let vfs = world.mount_with(config, Arc::new(NoHost)).await;
+        let made = vfs.make(WHO, Ino::ROOT, b"folder", Kind::Dir, 0o755, 0, b"").await.unwrap();
+        let folder = made.attr.ino;
+        vfs.fsyncdir(folder).await.unwrap();
+        world.silent_log.store(true, Ordering::Release);
+        let made = vfs.make(WHO, folder, b"file", Kind::File, 0o644, 0, b"").await.unwrap();
+        vfs.forget(made.attr.ino, 1);
+        vfs.forget(folder, 1);
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        let synced = tokio::spawn(async move { vfs.fsyncdir(folder).await });
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        assert!(!synced.is_finished(), "nobody told that it is durable");
+        world.silent_log.store(false, Ordering::Release);
+        synced.await.unwrap().unwrap();
     });
 }
 

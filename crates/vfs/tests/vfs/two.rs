@@ -101,6 +101,41 @@ fn the_kernel_drops_its_pages_of_what_was_written_past_them() {
 }
 
 #[test]
+fn reads_come_to_an_end_while_leases_of_other_files_come_and_go() {
+    run(|world| async move {
+        let (a, b) = (world.mount().await, world.mount().await);
+        let mut others = Vec::new();
+        for n in 0..8 {
+            let (other, on_b) = create(&b, &format!("other{n}")).await;
+            close(&b, other, on_b.fh).await;
+            others.push(other);
+        }
+        let (ino, on_b) = create(&b, "file").await;
+        write(&b, ino, on_b.fh, 0, vec![1; 100_000]).await;
+        close(&b, ino, on_b.fh).await;
+        world.slow_extents.store(50, Ordering::Release);
+        let busy = tokio::spawn({
+            let (a, b) = (a.clone(), b.clone());
+            async move {
+                for mode in (0..).map(|n| 0o600 + n % 2) {
+                    let set = || SetAttr { mode: Some(mode), ..SetAttr::default() };
+                    let turns = others.iter().map(|other| async {
+                        a.getattr(*other, None).await.unwrap();
+                        b.setattr(*other, None, set()).await.unwrap();
+                    });
+                    futures_util::future::join_all(turns).await;
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+            }
+        });
+        let read = tokio::time::timeout(Duration::from_secs(10), content(&a, ino)).await;
+        busy.abort();
+        let asked = world.extents.load(Ordering::Acquire);
+        assert_eq!(read.map(|bytes| bytes.len()), Ok(100_000), "asked {asked} times");
+    });
+}
+
+#[test]
 fn random_reads_and_writes_on_two_mounts_agree_with_an_array() {
     for seed in rounds(6) {
         run(|world| async move {

@@ -21,7 +21,7 @@ use torchfs_proto::chunk::ChunkInfo;
 use torchfs_proto::clock::SystemClock;
 use torchfs_proto::msg::block::PullItem;
 use torchfs_proto::msg::{self, block, meta};
-use torchfs_proto::{BlockId, Code, Fault, Fence, IdRange, Ino, Result, SessionId};
+use torchfs_proto::{BlockId, Code, Fault, Fence, IdRange, Ino, Result, Seq, SessionId};
 use torchfs_rpc::{Answer, Answering, Connection, Link, Peer, Request, Role, Service};
 use torchfs_vfs::{Caller, Config, Host, NoHost, Opened, Vfs, WriteFlags};
 
@@ -98,6 +98,11 @@ pub struct World {
     /// The same for attributes.
     pub late_attrs: AtomicBool,
     pub attrs_late: AtomicU64,
+    /// The service does not tell how far the log is durable while this is set.
+    pub silent_log: AtomicBool,
+    /// The same for extents, each for so many milliseconds; and how many were asked for.
+    pub slow_extents: AtomicU64,
+    pub extents: AtomicU64,
     /// Requests to the service and its answers overtake one another.
     pub overtaking: Mutex<Option<Rng>>,
     servers: HashMap<String, Arc<Server>>,
@@ -137,6 +142,9 @@ impl World {
             xattrs_late: AtomicU64::default(),
             late_attrs: AtomicBool::default(),
             attrs_late: AtomicU64::default(),
+            silent_log: AtomicBool::default(),
+            slow_extents: AtomicU64::default(),
+            extents: AtomicU64::default(),
             overtaking: Mutex::default(),
             servers,
             _background: background,
@@ -310,13 +318,28 @@ impl Counted {
         }
         let answer = world.service.clone().call(peer, request);
         Box::pin(async move {
-            let answer = answer.await;
+            let mut answer = answer.await;
+            if world.silent_log.load(Ordering::Acquire)
+                && let Ok(heard) = &mut answer
+                && let Ok(mut reply) = msg::decode::<meta::Reply>(&heard.body)
+            {
+                reply.durable = Seq(0);
+                heard.body = msg::encode(&reply).into();
+            }
             let late = match op {
                 Ok(meta::Op::Renew) => &world.late_renewals,
                 Ok(meta::Op::Lock { .. }) => &world.late_locks,
                 Ok(meta::Op::GetAttr { .. }) => {
                     world.attrs_late.fetch_add(1, Ordering::AcqRel);
                     &world.late_attrs
+                }
+                Ok(meta::Op::Extents { .. }) => {
+                    world.extents.fetch_add(1, Ordering::AcqRel);
+                    let slow = world.slow_extents.load(Ordering::Acquire);
+                    if slow > 0 {
+                        tokio::time::sleep(Duration::from_millis(slow)).await;
+                    }
+                    return answer;
                 }
                 Ok(meta::Op::Xattrs { .. }) => {
                     world.xattrs_late.fetch_add(1, Ordering::AcqRel);
