@@ -52,7 +52,7 @@ impl Drop for Serving {
 /// The processes that serve a mount, as another one sees them: one, or several when the kernel gave the number of an earlier
 /// mount again whose agent still writes back.
 pub struct Servers {
-    files: Vec<File>,
+    files: Vec<(u32, File)>,
 }
 
 /// Looks for whoever serves the mount with this device number.
@@ -63,8 +63,9 @@ pub fn find(device: &str) -> Servers {
     let mut files = Vec::new();
     for entry in entries.filter_map(Result::ok).filter(of_it) {
         let Ok(file) = File::open(entry.path()) else { continue };
+        let process = entry.file_name().to_string_lossy()[begins.len()..].parse().unwrap_or_default();
         match file.try_lock_shared() {
-            Err(TryLockError::WouldBlock) => files.push(file),
+            Err(TryLockError::WouldBlock) => files.push((process, file)),
             // Its process died; without the right to remove it, it stays and means nothing.
             _ => drop(fs::remove_file(entry.path())),
         }
@@ -73,12 +74,18 @@ pub fn find(device: &str) -> Servers {
 }
 
 impl Servers {
+    /// Whether one was killed and cannot end: a thread of it waits in the kernel for pages whose readers wait for its answers. Only
+    /// the end of the connection frees them all.
+    pub fn are_stuck(&self) -> bool {
+        self.files.iter().any(|(process, _)| is_dead(*process))
+    }
+
     /// Waits until they have ended, and says if one did not end well.
     pub fn wait(self, mount: &Path) -> anyhow::Result<()> {
         let began = Instant::now();
         let mut told = false;
         let locked = |file: &File| matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock));
-        while self.files.iter().any(locked) {
+        while self.files.iter().any(|(_, file)| locked(file)) {
             if !told && began.elapsed() >= PATIENCE {
                 told = true;
                 eprintln!(
@@ -89,8 +96,14 @@ impl Servers {
             }
             std::thread::sleep(LOOK_EVERY);
         }
-        self.files.into_iter().try_for_each(|file| check(file, mount))
+        self.files.into_iter().try_for_each(|(_, file)| check(file, mount))
     }
+}
+
+/// Whether its first thread has ended, though others may be left.
+fn is_dead(process: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('Z'))
 }
 
 /// How it ended.

@@ -192,6 +192,48 @@ fn mount_points_that_cannot_be_used_are_said() {
     sentence(cluster.torchfs(["umount", &path]), &["not", "nothing"]);
 }
 
+/// The kernel waits for the lock of a page to drop it; who reads it holds the lock and waits for the agent, which cannot end.
+#[test]
+fn umount_frees_an_agent_that_was_killed_and_cannot_end() {
+    let cluster = Cluster::start();
+    for how in [["umount", "--stale"].as_slice(), &["umount"]] {
+        let (mut one, two) = (cluster.mount(), cluster.mount());
+        fs::write(two.at("f"), Rng::new(6).bytes(1 << 20)).unwrap();
+        cluster.data.iter().for_each(|d| d.signal(libc::SIGSTOP));
+        let mut reader =
+            Command::new("cat").arg(one.at("f")).stdout(std::process::Stdio::null()).spawn().unwrap();
+        eventually("the reader to wait", || {
+            let stack = sys::stacks(reader.id() as i32);
+            let waits = stack.contains("folio_wait") || stack.contains("request_wait");
+            if waits { Ok(()) } else { Err(stack) }
+        });
+        std::thread::scope(|scope| {
+            scope.spawn(|| File::options().write(true).open(two.at("f")).unwrap().set_len(10).unwrap());
+            eventually("the agent to wait for the page", || {
+                let stack = sys::stacks(one.agent.pid());
+                if stack.contains("invalidate_inode_pages2") { Ok(()) } else { Err(stack) }
+            });
+            sys::kill(one.agent.pid(), libc::SIGKILL);
+            eventually("the other threads to end", || {
+                let stat = fs::read_to_string(format!("/proc/{}/stat", one.agent.pid())).unwrap();
+                if stat.contains(") Z ") { Ok(()) } else { Err(stat) }
+            });
+            let path = one.path().to_string_lossy().into_owned();
+            let umount = cluster.torchfs(how.iter().copied().chain([path.as_str()]));
+            match how.len() {
+                2 => drop(umount.ok()),
+                _ => sentence(umount, &["its agent ended before", "log"]),
+            }
+            eventually("the reader to end", || match reader.try_wait() {
+                Ok(Some(_)) => Ok(()),
+                _ => Err(sys::stacks(reader.id() as i32)),
+            });
+            cluster.data.iter().for_each(|d| d.signal(libc::SIGCONT));
+        });
+        one.kill();
+    }
+}
+
 #[test]
 fn a_forced_umount_frees_those_who_wait_for_an_agent_that_hangs() {
     let cluster = Cluster::start();

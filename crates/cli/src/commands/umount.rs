@@ -7,7 +7,7 @@ use crate::serving;
 
 /// Unmount, and wait until everything written is on its servers
 ///
-/// Also clears a stale mount point whose agent died.
+/// Also clears a stale mount point whose agent died, and frees one that was killed and cannot end.
 #[derive(clap::Args)]
 pub struct Args {
     /// The mount point
@@ -29,14 +29,19 @@ pub struct Args {
 
 /// Unmounts.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    if args.stale && !torchfs_agent::mount::is_stale(&args.path) {
-        return Ok(ExitCode::SUCCESS);
-    }
     // The device number goes with the mount, so its agent is looked for before.
     let servers = torchfs_agent::mount::device(&args.path)?.map(|device| serving::find(&device));
-    crate::roles::unmount(&args.path, args.lazy, args.force)?;
+    // Not by looking at the mount, which would have us wait, too.
+    let stuck = servers.as_ref().is_some_and(serving::Servers::are_stuck);
+    if args.stale && !stuck && !torchfs_agent::mount::is_stale(&args.path) {
+        return Ok(ExitCode::SUCCESS);
+    }
+    crate::roles::unmount(&args.path, args.lazy, args.force || stuck)?;
     if let Some(servers) = servers.filter(|_| !args.lazy && !args.force) {
-        servers.wait(&args.path)?;
+        let ended = servers.wait(&args.path);
+        if !args.stale {
+            ended?;
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
