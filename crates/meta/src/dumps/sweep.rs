@@ -23,32 +23,35 @@ use crate::service::Meta;
 const PIECES: u32 = 4_096;
 
 impl Meta {
-    /// Searches one data server that was not searched yet; whether there was one and it is done.
+    /// Searches one data server that was not searched yet; whether there was one and it is done. One that cannot be searched
+    /// does not hold up the others.
     pub async fn sweep(&self, peers: &dyn DumpPeers) -> bool {
-        let Some((server, addr, first)) = self.next_to_sweep() else { return false };
-        match self.sweep_server(peers, &addr, first).await {
-            Ok(deleted) => {
-                if deleted > 0 {
-                    tracing::info!(
-                        server = server.0,
-                        "{deleted} blocks that were written after the restored dump are deleted"
-                    );
+        for (server, addr, first) in self.to_sweep() {
+            match self.sweep_server(peers, &addr, first).await {
+                Ok(deleted) => {
+                    if deleted > 0 {
+                        tracing::info!(
+                            server = server.0,
+                            "{deleted} blocks that were written after the restored dump are deleted"
+                        );
+                    }
+                    return self.note_swept(server, deleted);
                 }
-                self.note_swept(server, deleted)
-            }
-            Err(fault) => {
-                tracing::debug!(server = server.0, "a server cannot be searched yet: {fault}");
-                false
+                Err(fault) => {
+                    tracing::debug!(server = server.0, "a server cannot be searched yet: {fault}");
+                }
             }
         }
+        false
     }
 
-    /// A server that is up and was not searched, with the first incarnation that is not looked at.
-    fn next_to_sweep(&self) -> Option<(ServerId, String, u32)> {
+    /// The servers that are up and were not searched, with the first incarnation that is not looked at.
+    fn to_sweep(&self) -> Vec<(ServerId, String, u32)> {
         let state = self.state.lock();
-        let restored = state.dumps.restored.as_ref()?;
-        let server = state.members.servers().into_iter().find(|s| s.up && !restored.swept.contains(&s.id))?;
-        Some((server.id, server.addr, restored.incarnation.0))
+        let Some(restored) = state.dumps.restored.as_ref() else { return Vec::new() };
+        let servers = state.members.servers().into_iter();
+        let open = servers.filter(|server| server.up && !restored.swept.contains(&server.id));
+        open.map(|server| (server.id, server.addr, restored.incarnation.0)).collect()
     }
 
     async fn sweep_server(&self, peers: &dyn DumpPeers, addr: &str, first: u32) -> Result<u64> {

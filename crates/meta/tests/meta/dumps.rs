@@ -402,6 +402,20 @@ async fn what_a_restored_store_does_not_know_is_deleted_on_every_server() {
     assert!(!new.meta.sweep(&servers).await);
 }
 
+#[tokio::test]
+async fn a_server_that_cannot_be_searched_does_not_hold_up_the_others() {
+    let world = World::new();
+    let new = restored(&world, &dump(&world, || {}).unwrap());
+    for store in [1, 2, 3] {
+        new.server(store);
+    }
+    new.sync();
+    let servers = Servers::default();
+    servers.down.lock().insert("127.0.0.1:1".into());
+    assert!(new.meta.sweep(&servers).await && new.meta.sweep(&servers).await);
+    assert!(!new.meta.sweep(&servers).await);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dumps_go_onto_three_servers_again_and_again_and_old_ones_go() {
     let config = Config { dump_every_ms: 40, dump_first_ms: 0, dumps_kept: 4, ..Config::default() };
