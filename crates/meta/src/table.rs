@@ -22,6 +22,10 @@ use crate::view::View;
 /// A group by layout and place in it.
 pub type GroupAt = (LayoutId, u32);
 
+/// Former places of one piece that a group learns of by finding pieces there. There are more only if many servers were to be
+/// searched for stale pieces when the metadata was lost.
+const FOUND_MAX: usize = 8;
+
 /// Pieces that are elsewhere than at their group's target.
 pub type Substitutes = Vec<(u8, ServerId)>;
 
@@ -264,6 +268,22 @@ impl Table {
         group.moving_to = if target == group.servers { Vec::new() } else { target };
         group.version += 1;
         self.mark_dirty(at);
+    }
+
+    /// This piece of blocks of the group was found on a server that the group does not name. Answers whether that is
+    /// remembered: there may be too many such places.
+    pub fn add_former(&mut self, at: GroupAt, place: (u8, ServerId)) -> bool {
+        let Some(group) = self.group_mut(at) else { return false };
+        if group.former.contains(&place) {
+            return true;
+        }
+        if group.former.iter().filter(|(piece, _)| *piece == place.0).count() >= FOUND_MAX {
+            return false;
+        }
+        group.former.push(place);
+        group.version += 1;
+        self.mark_dirty(at);
+        true
     }
 
     /// Nothing uses these any more.

@@ -128,8 +128,8 @@ pub struct Group {
     #[n(3)]
     #[cbor(default)]
     pub dirty: bool,
-    /// Where pieces were put while the group moved to servers that it does not move to any more, (piece, server). Read last;
-    /// empty once the group has moved.
+    /// Where pieces were put while the group moved to servers that it does not move to any more, or were found after the load
+    /// of a dump, (piece, server). Read last; empty once all is at the target.
     #[n(4)]
     #[cbor(default)]
     pub former: Vec<(u8, ServerId)>,

@@ -242,6 +242,42 @@ fn a_cluster_whose_metadata_folder_is_gone_comes_back_from_its_data_servers() {
 }
 
 #[test]
+fn what_moved_to_other_servers_after_a_dump_is_read_after_its_load() {
+    let mut cluster = Cluster::with(Options { redundancy: Some("replicas:1".into()), ..options() });
+    let sandbox = cluster.sandbox().clone();
+    let (folder, dump) = (sandbox.path("meta"), sandbox.path("d.dump"));
+    let (dir, file) = (folder.to_str().unwrap(), dump.to_str().unwrap());
+    let mut mount = cluster.mount();
+    write(&mount, 0, 20);
+    mount.unmount(cluster.client());
+    cluster.torchfs(["meta", "dump", file]).ok();
+    // Nothing is left on the server that the dump names.
+    let held = |cluster: &Cluster| cluster.status()["servers"][0]["pieces"].as_u64().unwrap();
+    eventually("a server with pieces", || match held(&cluster) {
+        0 => Err("it has none".into()),
+        _ => Ok(()),
+    });
+    let id = cluster.status()["servers"][0]["id"].as_u64().unwrap().to_string();
+    cluster.torchfs(["drain", &id]).ok();
+    eventually("the server to be empty", || match held(&cluster) {
+        0 => Ok(()),
+        n => Err(format!("{n} pieces")),
+    });
+    cluster.meta.stop();
+    fs::rename(&folder, sandbox.path("meta-before")).unwrap();
+    cluster.torchfs(["meta", "load", file, "--dir", dir]).ok();
+    cluster.restart();
+    cluster.torchfs(["gc"]).ok();
+    let mut mount = cluster.mount();
+    check(&mount, 0, 20);
+    mount.unmount(cluster.client());
+    eventually("a clean check", || match cluster.torchfs(["fsck", "--data"]) {
+        ran if ran.code == Some(0) => Ok(()),
+        ran => Err(ran.out),
+    });
+}
+
+#[test]
 fn a_mount_from_before_a_recovery_is_refused_and_mounts_again() {
     let mut cluster = Cluster::with(Options {
         mount_args: ["--op-timeout", "20s"].map(String::from).to_vec(),

@@ -2,7 +2,7 @@
 //!
 //! [`tape`] makes a dump in pieces, for people (`torchfs meta dump`) and for [`server::Keeper`], which puts one onto the
 //! data servers every hour. [`restore`] fills an empty engine from a dump. [`sweep`] then has the data servers forget what
-//! was written after the dump: the restored metadata does not know it, and never will.
+//! was written after the dump: the restored metadata does not know it, and never will. And it finds what moved since.
 //!
 //! # Invariants
 //! - A dump is the state after one batch, and that batch is durable before the dump ends.

@@ -14,7 +14,8 @@ use torchfs_disk::SimDisk;
 use torchfs_engine::{Batch, Embedded, Engine, MemReplica, dump};
 use torchfs_meta::dumps::server::Keeper;
 use torchfs_meta::dumps::{DumpPeers, restore};
-use torchfs_meta::{Config, Meta};
+use torchfs_meta::repair::RepairPeers;
+use torchfs_meta::{BlockPeers, Config, Meta};
 use torchfs_proto::attr::Kind;
 use torchfs_proto::clock::Clock;
 use torchfs_proto::dump::DumpName;
@@ -26,6 +27,8 @@ use torchfs_proto::msg::meta::{Done, FileLock, LockKind, LockType, Op};
 use torchfs_proto::{BlockId, Code, Fault, Incarnation, Ino, LayoutId, Result};
 
 use crate::content::{block, commit, within};
+use crate::repair::{BIG, clean, until_out, world};
+use crate::servers::{self, Writer};
 use crate::world::World;
 
 type Pairs = BTreeMap<Vec<u8>, Vec<u8>>;
@@ -77,7 +80,7 @@ fn applied(bytes: &[u8]) -> (Pairs, dump::Trailer) {
 }
 
 /// An engine opened to be filled from a dump.
-fn engine_for(bytes: &[u8], disk: &SimDisk, wall_ns: i64) -> Arc<Embedded> {
+fn engine_for(bytes: &[u8], disk: &SimDisk, replica: &MemReplica, wall_ns: i64) -> Arc<Embedded> {
     let (header, trailer) = dump::check(bytes, |_| {}).unwrap();
     let floor = restore::floor(&header, &trailer, Incarnation(0), wall_ns).unwrap();
     let config = torchfs_engine::Config {
@@ -87,17 +90,16 @@ fn engine_for(bytes: &[u8], disk: &SimDisk, wall_ns: i64) -> Arc<Embedded> {
         reserve_bytes: 0,
         ..torchfs_engine::Config::default()
     };
-    let replica = Box::new(MemReplica::new(disk));
-    Arc::new(Embedded::open_with(Arc::new(disk.clone()), replica, config).unwrap())
+    Arc::new(Embedded::open_with(Arc::new(disk.clone()), Box::new(replica.clone()), config).unwrap())
 }
 
 /// A service over a store that was restored from a dump.
 fn restored(old: &World, bytes: &[u8]) -> World {
     let disk = SimDisk::new(2);
-    let engine = engine_for(bytes, &disk, old.clock.wall_ns());
+    let replica = MemReplica::new(&disk);
+    let engine = engine_for(bytes, &disk, &replica, old.clock.wall_ns());
     restore::load(&*engine, bytes, old.clock.wall_ns(), |_| {}).unwrap();
     let meta = Arc::new(Meta::open(engine.clone(), old.clock.clone(), old.config.clone()).unwrap());
-    let replica = MemReplica::new(&disk);
     World { disk, replica, engine, clock: old.clock.clone(), config: old.config.clone(), meta }
 }
 
@@ -236,7 +238,7 @@ fn half_a_load_is_neither_served_nor_filled_up() {
     world.client().file(&world, "f");
     let bytes = dump(&world, || {}).unwrap();
     let disk = SimDisk::new(3);
-    let engine = engine_for(&bytes, &disk, 0);
+    let engine = engine_for(&bytes, &disk, &MemReplica::new(&disk), 0);
     restore::load(&*engine, &bytes[..bytes.len() - 1], 0, |_| {}).unwrap_err();
     let refused = Meta::open(engine.clone(), world.clock.clone(), Config::default());
     let error = refused.err().expect("half a store must not be served").to_string();
@@ -391,9 +393,10 @@ async fn what_a_restored_store_does_not_know_is_deleted_on_every_server() {
     // It comes back, and one joins that the dump did not know: its number is nobody else's.
     servers.down.lock().clear();
     new.server(3);
-    new.sync();
-    while new.meta.sweep(&servers).await {
+    // What it notes on the way is to be durable before it goes on.
+    for _ in 0..20 {
         new.sync();
+        new.meta.sweep(&servers).await;
     }
     assert_eq!((left(2), left(3)), (vec![kept, fresh], vec![kept, fresh]));
     assert_eq!(waiting(&new), 0);
@@ -414,6 +417,149 @@ async fn a_server_that_cannot_be_searched_does_not_hold_up_the_others() {
     servers.down.lock().insert("127.0.0.1:1".into());
     assert!(new.meta.sweep(&servers).await && new.meta.sweep(&servers).await);
     assert!(!new.meta.sweep(&servers).await);
+}
+
+/// Servers that repair can work on; they keep no dumps.
+impl DumpPeers for servers::Servers {
+    fn put<'a>(
+        &'a self,
+        _: &'a str,
+        _: DumpName,
+        _: u64,
+        _: Bytes,
+        _: Option<u32>,
+    ) -> BoxFuture<'a, Result<()>> {
+        Box::pin(std::future::ready(Err(Code::Unsupported.into())))
+    }
+
+    fn list<'a>(&'a self, _: &'a str) -> BoxFuture<'a, Result<Vec<DumpInfo>>> {
+        Box::pin(std::future::ready(Err(Code::Unsupported.into())))
+    }
+
+    fn delete<'a>(&'a self, _: &'a str, _: Vec<DumpName>) -> BoxFuture<'a, Result<()>> {
+        Box::pin(std::future::ready(Err(Code::Unsupported.into())))
+    }
+
+    fn pieces<'a>(
+        &'a self,
+        addr: &'a str,
+        after: Option<(BlockId, u8)>,
+        limit: u32,
+    ) -> BoxFuture<'a, Result<(Vec<PieceInfo>, bool)>> {
+        RepairPeers::list(self, addr, after, limit)
+    }
+
+    fn delete_blocks<'a>(&'a self, addr: &'a str, blocks: Vec<BlockId>) -> BoxFuture<'a, Result<()>> {
+        BlockPeers::delete(self, addr, blocks)
+    }
+}
+
+/// Searches all servers that are up.
+fn sweep(world: &World, servers: &servers::Servers) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    world.sync();
+    while runtime.block_on(world.meta.sweep(servers)) {
+        world.sync();
+    }
+}
+
+#[test]
+fn what_a_drain_moved_after_the_dump_is_found_where_it_is() {
+    for scheme in ["replicas:1", "replicas:2", "ec:2+1"] {
+        let world = world(scheme);
+        let servers = servers::Servers::join(&world, 5);
+        let mut writer = Writer::new(&world, "f");
+        writer.write(&world, &servers, 40, BIG);
+        servers.settle(&world);
+        let known: usize = (1..=5).map(|server| servers.count(server)).sum();
+        let bytes = dump(&world, || {}).unwrap();
+        for server in [1, 2] {
+            world.admin(Op::Drain { server: world.server_id(server), on: true });
+            servers.rest(&world);
+            assert_eq!(servers.count(server), 0);
+        }
+        writer.write(&world, &servers, 5, BIG);
+
+        let new = restored(&world, &bytes);
+        servers.advance_ms(&new, 12_000);
+        // Repair is there first and finds too little.
+        servers.repair(&new);
+        if scheme == "replicas:1" {
+            assert!(!servers.readable(&new) && new.repair_report().lost > 0);
+        }
+        sweep(&new, &servers);
+        assert!(servers.readable(&new), "{scheme}: found, before anything is copied");
+        servers.repair(&new);
+        assert_eq!(new.repair_report().lost, 0, "{scheme}: looked at again, at once");
+        // It is known after a restart, too.
+        let new = new.restart();
+        assert!(servers.readable(&new), "{scheme}");
+        servers.rest(&new);
+        clean(&new, &servers);
+        assert_eq!((1..=5).map(|server| servers.count(server)).sum::<usize>(), known, "{scheme}");
+    }
+}
+
+#[test]
+fn what_moved_off_a_server_that_was_removed_or_onto_one_that_joined_after_the_dump_is_found() {
+    let world = world("replicas:1");
+    let servers = servers::Servers::join(&world, 3);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 40, BIG);
+    servers.settle(&world);
+    let bytes = dump(&world, || {}).unwrap();
+    servers.add(&world, 4, "");
+    for server in [1, 2] {
+        let id = world.server_id(server);
+        world.admin(Op::Drain { server: id, on: true });
+        servers.rest(&world);
+        world.admin(Op::RemoveServer { server: id, force: false });
+        servers.kill(server);
+    }
+    assert!(servers.count(4) > 0);
+
+    let new = restored(&world, &bytes);
+    servers.advance_ms(&new, 1_000);
+    sweep(&new, &servers);
+    assert!(!servers.readable(&new), "one did not say yet that it is there");
+    servers.beat(&new, 4, "");
+    sweep(&new, &servers);
+    assert!(servers.readable(&new));
+    until_out(&new, &servers);
+    servers.rest(&new);
+    clean(&new, &servers);
+    assert_eq!(servers.count(3) + servers.count(4), 40);
+}
+
+#[test]
+fn pieces_that_are_left_over_when_a_store_is_restored_are_removed() {
+    let world = world("replicas:1");
+    let servers = servers::Servers::join(&world, 12);
+    let mut writer = Writer::new(&world, "f");
+    writer.write(&world, &servers, 40, BIG);
+    servers.settle(&world);
+    let blocks: Vec<BlockId> = world.blocks().iter().map(|block| block.id).collect();
+    let new = restored(&world, &dump(&world, || {}).unwrap());
+    servers.advance_ms(&new, 1_000);
+    // Found before repair has looked: more places than a group remembers.
+    for server in 1..=12 {
+        servers.plant(server, (blocks[0], 0));
+        servers.plant(server, (blocks[1], 3)); // no such piece
+    }
+    // Found after it has, at one of them.
+    servers.kill(12);
+    servers.advance_ms(&new, 12_000);
+    sweep(&new, &servers);
+    let most = new.placement().layouts.iter().flat_map(|layout| &layout.groups).map(|g| g.former.len()).max();
+    assert_eq!(most, Some(8));
+    assert_eq!(new.problems(), Vec::<String>::new());
+    servers.revive(12);
+    servers.advance_ms(&new, 2_000);
+    servers.settle(&new);
+    sweep(&new, &servers);
+    servers.rest(&new);
+    clean(&new, &servers);
+    assert_eq!((1..=12).map(|server| servers.count(server)).sum::<usize>(), 40);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
