@@ -123,7 +123,7 @@ impl Meta {
         let open = |volume: &&record::Volume| volume.name == *name && !volume.removed;
         let Some(volume) = state.volumes.values().find(open).map(|volume| volume.id) else {
             return Err(Fault::new(Code::NotFound, format!("there is no volume {name}"))
-                .next("`torchfs status` lists the volumes"));
+                .next("`torchfs volume ls` lists the volumes"));
         };
         let mut view = self.view(volume);
         // A full store can be emptied only through a mount.
