@@ -86,9 +86,14 @@ impl Proc {
         self.child.as_ref().is_some_and(|c| matches!(c.try_wait(), Ok(None)))
     }
 
-    /// Sends a signal.
+    /// Sends a signal. After SIGSTOP it waits until the threads stand still, but not for those that the kernel holds up.
     pub fn signal(&self, signal: i32) {
-        sys::kill(self.pid(), signal);
+        let pid = self.pid();
+        sys::kill(pid, signal);
+        if signal == libc::SIGSTOP {
+            let still = || sys::stands_still(pid).then_some(()).ok_or_else(|| sys::stacks(pid));
+            let _ = within(Duration::from_secs(2), still);
+        }
     }
 
     /// Ends it as a crash would, and waits until it is gone.

@@ -425,11 +425,22 @@ pub fn stacks(pid: i32) -> String {
     let mut out = String::new();
     for task in fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten() {
         let read = |name: &str| fs::read_to_string(task.path().join(name)).unwrap_or_default();
-        let state = read("stat").rsplit(") ").next().and_then(|s| s.chars().next()).unwrap_or('?');
+        let state = state(&read("stat"));
         let stack = read("stack").lines().take(6).map(str::trim).collect::<Vec<_>>().join(" < ");
         out.push_str(&format!("  {} {state} {} {stack}\n", read("comm").trim(), read("wchan").trim()));
     }
     out
+}
+
+/// Whether all threads of a process were stopped.
+pub fn stands_still(pid: i32) -> bool {
+    let mut tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    tasks.all(|task| state(&fs::read_to_string(task.path().join("stat")).unwrap_or_default()) == 'T')
+}
+
+/// The state in a line of /proc/PID/stat.
+fn state(stat: &str) -> char {
+    stat.rsplit(") ").next().and_then(|rest| rest.chars().next()).unwrap_or('?')
 }
 
 /// How many descriptors a process has open.
