@@ -202,10 +202,9 @@ fn umount_frees_an_agent_that_was_killed_and_cannot_end() {
         cluster.data.iter().for_each(|d| d.signal(libc::SIGSTOP));
         let mut reader =
             Command::new("cat").arg(one.at("f")).stdout(std::process::Stdio::null()).spawn().unwrap();
-        eventually("the reader to wait", || {
+        eventually("the reader to wait for a page", || {
             let stack = sys::stacks(reader.id() as i32);
-            let waits = stack.contains("folio_wait") || stack.contains("request_wait");
-            if waits { Ok(()) } else { Err(stack) }
+            if stack.contains("filemap") { Ok(()) } else { Err(stack) }
         });
         std::thread::scope(|scope| {
             scope.spawn(|| File::options().write(true).open(two.at("f")).unwrap().set_len(10).unwrap());
