@@ -79,6 +79,11 @@ pub(crate) struct State {
     pub(crate) changing: bool,
     /// Data leases of it are being given back: nothing is buffered meanwhile.
     pub(crate) recalling: u32,
+    /// How many recalls of the right to its content are being served, how many of those let nobody read any more, and how often
+    /// it was read without that right meanwhile.
+    pub(crate) parting: u32,
+    pub(crate) parted: u32,
+    pub(crate) read_apart: u64,
     /// The last change of this inode made here, or a later one.
     pub(crate) mark: Mark,
     /// Locks asked for here.
@@ -175,6 +180,9 @@ impl Inode {
                 gone: false,
                 changing: false,
                 recalling: 0,
+                parting: 0,
+                parted: 0,
+                read_apart: 0,
                 attr: None,
                 fresh: None,
                 target: None,
@@ -295,6 +303,11 @@ impl State {
     /// Whether somebody is about to open it.
     pub(crate) fn is_awaited(&self) -> bool {
         self.awaited.is_some_and(|until| Instant::now() < until)
+    }
+
+    /// Whether it may be read without a lease: what others wait for has not begun, and the pages are dropped before it does.
+    pub(crate) fn may_read_apart(&self) -> bool {
+        self.parting > 0 && self.parted == 0
     }
 
     /// Whether writes of this file are not committed yet.

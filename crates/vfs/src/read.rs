@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use futures_util::future::try_join_all;
+use futures_util::future::{Either, select};
 use torchfs_proto::chunk::CHUNK;
 use torchfs_proto::extent::{BlockRef, Extent, Source};
 use torchfs_proto::msg::meta::{Done, Op, lease};
@@ -101,7 +102,22 @@ impl Vfs {
                     self.write_back(node).await;
                     return self.resolve_shared(node, range).await;
                 }
-                Step::NoRight => self.open_data(node, false).await?,
+                Step::NoRight => self.ask_to_read(node).await?,
+            }
+        }
+    }
+
+    /// Waits for the right to read, or until it may be read without.
+    async fn ask_to_read(&self, node: &Arc<Inode>) -> Result<()> {
+        let mut asking = std::pin::pin!(self.open_data(node, false));
+        loop {
+            let progress = node.progress.listen();
+            if node.lock().may_read_apart() {
+                return Ok(());
+            }
+            match select(asking, progress).await {
+                Either::Left((done, _)) => return done,
+                Either::Right((_, rest)) => asking = rest,
             }
         }
     }
@@ -125,10 +141,15 @@ impl Vfs {
                 Err(Unknown(from)) => Step::Fetch(from),
             };
         }
-        match self.0.meta.holds(node.ino, lease::SHARED) {
-            Some(_) => Step::Shared,
-            None => Step::NoRight,
+        if self.0.meta.holds(node.ino, lease::SHARED).is_some() {
+            return Step::Shared;
         }
+        if state.may_read_apart() {
+            // The kernel holds the page's lock for this, so the recall would wait for it, as it would for the recall.
+            state.read_apart += 1;
+            return Step::Shared;
+        }
+        Step::NoRight
     }
 
     /// Fetches a page of extents and keeps it if nothing overtook it.

@@ -9,16 +9,20 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::future::{BoxFuture, Either, select};
+use parking_lot::MutexGuard;
 use torchfs_client::Keeper;
 use torchfs_proto::Ino;
 use torchfs_proto::attr::Raw;
 use torchfs_proto::msg::meta::lease;
 
-use crate::node::Inode;
+use crate::node::{Inode, State};
 use crate::{Inner, Vfs, commit, metrics};
 
 /// How long what lost its last name stays to be opened by who has just found it.
 const LINGER: Duration = Duration::from_secs(1);
+
+/// How often pages are dropped for one recall while they are read again and again.
+const PARTINGS_MAX: u32 = 4;
 
 impl Keeper for Inner {
     fn recall(&self, ino: Ino, bits: u8, names: Vec<Raw>) -> BoxFuture<'static, bool> {
@@ -93,6 +97,51 @@ impl Keeper for Inner {
     }
 }
 
+/// A recall of the right to content under way. Until it is acknowledged nobody else changes the content, so it may still be read
+/// here: the kernel holds a page's lock for a read, and to drop the page it has to wait for that.
+///
+/// # Invariants
+/// - Pages that were read meanwhile are dropped after that, and before the end of this.
+struct Parting {
+    node: Arc<Inode>,
+    closed: bool,
+    ended: bool,
+}
+
+impl Parting {
+    fn begin(node: &Arc<Inode>) -> Parting {
+        node.lock().parting += 1;
+        // Who waits for a lease need not do so.
+        node.progress.notify();
+        Parting { node: node.clone(), closed: false, ended: false }
+    }
+
+    /// From now on reads wait for a lease.
+    fn close(&mut self) {
+        self.closed = true;
+        self.node.lock().parted += 1;
+    }
+
+    fn end(mut self, state: MutexGuard<'_, State>) {
+        self.over(state);
+    }
+
+    fn over(&mut self, mut state: MutexGuard<'_, State>) {
+        self.ended = true;
+        state.parting -= 1;
+        state.parted -= u32::from(self.closed);
+    }
+}
+
+impl Drop for Parting {
+    fn drop(&mut self) {
+        if !self.ended {
+            let node = self.node.clone();
+            self.over(node.lock());
+        }
+    }
+}
+
 impl Vfs {
     /// Keeps an inode without a name for who is about to open it, until the time is up.
     pub(crate) fn linger(&self, node: Arc<Inode>) {
@@ -134,6 +183,7 @@ impl Vfs {
 
     /// Serves a recall; tells whether the file is still open for writing here.
     async fn honour(&self, node: &Arc<Inode>, bits: u8, names: Vec<Raw>) -> bool {
+        let parting = (bits & (lease::READ | lease::WRITE) != 0).then(|| Parting::begin(node));
         if bits & lease::WRITE != 0 {
             node.lock().recalling += 1;
             self.write_back(node).await;
@@ -145,11 +195,33 @@ impl Vfs {
         }
         if bits & lease::NAMES != 0 {
             self.forget_names(node, &known, &names).await;
-        } else {
-            self.tell_kernel(node, bits);
-            self.host_settled().await;
+        }
+        match parting {
+            Some(parting) => self.part(parting).await,
+            None if bits & lease::NAMES == 0 => {
+                self.tell_kernel(node, bits);
+                self.host_settled().await;
+            }
+            None => {}
         }
         node.lock().writers > 0
+    }
+
+    /// Has the kernel drop the pages, until nobody has read any without a lease meanwhile.
+    async fn part(&self, mut parting: Parting) {
+        for last in (0..PARTINGS_MAX).map(|round| round + 1 == PARTINGS_MAX) {
+            let before = parting.node.lock().read_apart;
+            if last {
+                parting.close();
+            }
+            self.0.host.invalidate_data(parting.node.ino, 0, 0);
+            self.host_settled().await;
+            let node = parting.node.clone();
+            let state = node.lock();
+            if last || state.read_apart == before {
+                return parting.end(state);
+            }
+        }
     }
 
     /// Drops what these leases protected; tells which names the kernel may know.
@@ -172,11 +244,8 @@ impl Vfs {
     }
 
     fn tell_kernel(&self, node: &Inode, bits: u8) {
-        let host = &self.0.host;
-        if bits & (lease::READ | lease::WRITE) != 0 {
-            host.invalidate_data(node.ino, 0, 0);
-        } else if bits & lease::ATTR != 0 {
-            host.invalidate_attr(node.ino);
+        if bits & lease::ATTR != 0 {
+            self.0.host.invalidate_attr(node.ino);
         }
     }
 

@@ -100,6 +100,37 @@ fn the_kernel_drops_its_pages_of_what_was_written_past_them() {
     });
 }
 
+/// The kernel holds the lock of a page for a read of it, and cannot drop the page before.
+#[test]
+fn a_read_does_not_wait_for_the_recall_that_waits_for_it() {
+    run(|world| async move {
+        let kernel = Arc::new(Kernel::default());
+        let config = Config { settle_max: Duration::from_secs(1), ..Config::default() };
+        let (a, b) = (world.mount_with(config, kernel.clone()).await, world.mount().await);
+        let (ino, on_b) = create(&b, "file").await;
+        write(&b, ino, on_b.fh, 0, vec![1; 100_000]).await;
+        close(&b, ino, on_b.fh).await;
+        let on_a = a.open(ino, 0).await.unwrap();
+        assert_eq!(read(&a, ino, on_a.fh, 0, 10).await, [1; 10]);
+        kernel.pages.lock().clear();
+        kernel.locked.store(true, Ordering::Release);
+        let opening = tokio::spawn({
+            let b = b.clone();
+            async move { b.open(ino, RDWR).await.unwrap() }
+        });
+        until(async || !kernel.pages.lock().is_empty()).await;
+        assert_eq!(read(&a, ino, on_a.fh, 50_000, 10).await, [1; 10]);
+        assert!(!opening.is_finished());
+        kernel.locked.store(false, Ordering::Release);
+        let on_b = opening.await.unwrap();
+        // Once more, because of that read.
+        assert_eq!(*kernel.pages.lock(), [(ino, 0, 0); 2]);
+        write(&b, ino, on_b.fh, 50_000, vec![2; 10]).await;
+        assert_eq!(read(&a, ino, on_a.fh, 50_000, 10).await, [2; 10]);
+        close(&b, ino, on_b.fh).await;
+    });
+}
+
 #[test]
 fn reads_come_to_an_end_while_leases_of_other_files_come_and_go() {
     run(|world| async move {
